@@ -1,0 +1,42 @@
+"""Packing of samples into rows: one pure function, used by SFT and RL."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+
+def pack(lengths: Sequence[int], capacity: int, *, window: int = 1024) -> list[list[int]]:
+    """Pack items into rows of at most `capacity`, by best fit over a window of open rows.
+
+    Items are taken in the order given, so a shuffled order stays shuffled. Each goes into the fullest open row that
+    still has room (best fit), or opens a new one; beyond `window` open rows the oldest is closed. Deterministic.
+
+    Args:
+        lengths: length of each item, in tokens; each in 1..capacity.
+        capacity: length of a row, in tokens.
+        window: most rows that are open at a time; bounds the work per item to O(log window + window).
+
+    Returns:
+        Rows of item indices, in the order in which rows were opened; every item is in exactly one row.
+
+    Raises:
+        ValueError: an item is empty or longer than `capacity`.
+    """
+    rows: list[list[int]] = []
+    open_rows: list[tuple[int, int]] = []  # (room left, row index), sorted
+    for item, length in enumerate(lengths):
+        if not 1 <= length <= capacity:
+            raise ValueError(f"item {item} has length {length}, which does not fit into rows of {capacity}")
+        place = bisect.bisect_left(open_rows, (length, -1))
+        if place < len(open_rows):
+            room, row = open_rows.pop(place)
+        else:
+            room, row = capacity, len(rows)
+            rows.append([])
+            if len(open_rows) == window:
+                open_rows.pop(min(range(window), key=lambda index: open_rows[index][1]))
+        rows[row].append(item)
+        if room > length:
+            bisect.insort(open_rows, (room - length, row))
+    return rows

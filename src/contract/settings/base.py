@@ -1,0 +1,31 @@
+"""The base class of every configuration section.
+
+Sections are frozen, refuse unknown keys and do not coerce types (an int is accepted where a float is declared, nothing
+else). Every field has a `description` that says what it means, its unit, and what `None` means; `--help` and the
+reference page are made from it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Settings(BaseModel):
+    """Base of configuration sections (pydantic model: frozen, strict, unknown keys are errors)."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        strict=True,
+        extra="forbid",
+        validate_default=True,
+        use_attribute_docstrings=False,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+    )
+
+
+PathSetting = Annotated[Path, Field(strict=False)]
+"""A path given as a string in TOML or on the command line."""

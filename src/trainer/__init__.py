@@ -1,0 +1,1 @@
+"""The training process: model shards, optimizer, data position and the checkpoint manager."""

@@ -1,0 +1,96 @@
+"""The configuration of an SFT run: every section, and what they refuse together."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from contract.settings import Settings
+from contract.settings.base import PathSetting
+from trainer.config.checkpoint import CheckpointConfig, ExportConfig, ResumeConfig
+from trainer.config.data import ChatDataConfig, DataConfig, SampleConfig, ValidationConfig
+from trainer.config.model import DeploymentConfig, ModelConfig
+from trainer.config.optimizer import AdamWConfig, ConstantScheduleConfig, OptimizerConfig, ScheduleConfig
+from trainer.config.telemetry import LogConfig, ProfilerConfig, TensorboardConfig, WandbConfig
+
+
+class SFTConfig(Settings):
+    """Supervised fine-tuning of a causal language model."""
+
+    output_dir: PathSetting = Field(default="outputs", description="Folder that holds run folders.")  # pyright: ignore[reportAssignmentType]
+    run_name: str = Field(
+        "sft", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run's folder in output_dir."
+    )
+    clean: bool = Field(False, description="Delete a run that the folder already holds, and start anew.")
+    seed: int = Field(0, ge=0, description="Decides random weights, the order of rows and dropout.")
+    max_steps: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Updates in the run, counted from step 0; None leaves the end to max_epochs."
+    )
+    max_epochs: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Passes over the data; None leaves the end to max_steps."
+    )
+
+    model: ModelConfig = Field(description="The model.")
+    data: DataConfig = Field(description="Training data.")
+    optimizer: OptimizerConfig = Field(AdamWConfig(), description="Optimizer.")
+    schedule: ScheduleConfig = Field(ConstantScheduleConfig(), description="Learning-rate schedule.")
+    deployment: DeploymentConfig = Field(DeploymentConfig(), description="Processes and mesh.")
+    ckpt: CheckpointConfig | None = Field(
+        CheckpointConfig(), description="Checkpoints; `--no-ckpt` saves none, also on a signal."
+    )
+    resume: ResumeConfig | None = Field(None, description="Go on from a checkpoint; None starts a new run.")
+    export: ExportConfig | None = Field(ExportConfig(), description="Hugging Face export; `--no-export` writes none.")
+    validation: ValidationConfig | None = Field(None, description="Held-out loss; None does not validate.")
+    sample: SampleConfig | None = Field(None, description="Samples before and after training; None prints none.")
+    log: LogConfig = Field(LogConfig(), description="Console and log files.")
+    wandb: WandbConfig | None = Field(None, description="Weights & Biases; None is off.")
+    tensorboard: TensorboardConfig | None = Field(None, description="TensorBoard; None is off.")
+    profiler: ProfilerConfig | None = Field(None, description="Profiler trace; None is off.")
+
+    @model_validator(mode="after")
+    def _check_end(self) -> SFTConfig:
+        if self.max_steps is None and self.max_epochs is None:
+            raise ValueError("nothing ends this run: set max_steps or max_epochs")
+        if self.max_steps is not None and self.max_epochs is not None:
+            raise ValueError(
+                f"max_steps = {self.max_steps} and max_epochs = {self.max_epochs} both end the run; keep one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> SFTConfig:
+        decay_steps = getattr(self.schedule, "decay_steps", None) or 0
+        if self.max_steps is not None and self.schedule.warmup_steps + decay_steps > self.max_steps:
+            raise ValueError(
+                f"schedule.warmup_steps = {self.schedule.warmup_steps} and schedule.decay_steps = {decay_steps} do not "
+                f"fit into max_steps = {self.max_steps}; lower them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_mesh(self) -> SFTConfig:
+        processes, replicate = self.deployment.num_processes, self.deployment.dp_replicate
+        if processes is not None and processes % replicate != 0:
+            raise ValueError(
+                f"deployment.dp_replicate = {replicate} does not divide deployment.num_processes = {processes}"
+            )
+        if processes is not None and self.data.batch_size % processes != 0:
+            raise ValueError(
+                f"data.batch_size = {self.data.batch_size} cannot be dealt evenly to deployment.num_processes = "
+                f"{processes}; choose a multiple"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_sections(self) -> SFTConfig:
+        if self.resume is not None and self.clean:
+            raise ValueError("clean deletes the run that resume would go on from; remove one of them")
+        if self.validation is not None and not isinstance(self.data, ChatDataConfig):
+            raise ValueError("validation reads conversations, but data.type is 'fake'; remove validation")
+        if self.data.batch_size < self.data.micro_batch_size:
+            raise ValueError(
+                f"data.micro_batch_size = {self.data.micro_batch_size} is larger than data.batch_size = "
+                f"{self.data.batch_size}; lower it"
+            )
+        return self
