@@ -2,8 +2,10 @@
 
 Shape legend: T tokens of a row, D documents of a row.
 
-A micro-batch is always ONE row of packed documents. Several rows in one forward (`micro_batch_size > 1`) are laid end to
-end into one longer row: documents never attend to each other, so this equals a batch dimension and needs no padding.
+A micro-batch is always ONE row of packed documents. Several rows in one forward (`micro_batch_size > 1`) are
+laid end to
+end into one longer row: documents never attend to each other, so this equals a batch dimension and needs no
+    padding.
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ class Sample:
 
     Attributes:
         tokens: [T] token ids.
-        weights: per loss component (`ce`, `rl`, `ref_kl`) the [T] weight of the loss of predicting `tokens[t]` from
-            `tokens[:t]`; 0 is not trained. Position 0 has no prediction and its weight is ignored.
-        sample_id: number of the source row, counted from 0 over all rows of the data set, dropped ones included.
+        weights: per loss component (`ce`, `rl`, `ref_kl`) the [T] weight of the loss of predicting
+            `tokens[t]` from `tokens[:t]`; 0 is not trained. Position 0 has no prediction and its weight is
+            ignored.
+        sample_id: number of the source row, counted from 0 over all rows of the data set, dropped ones
+            included.
     """
 
     tokens: IntArray
@@ -40,7 +44,8 @@ class MicroBatch:
 
     Attributes:
         tokens: [T] token ids.
-        targets: [T] the token that position t predicts; the last position of a document predicts nothing (weight 0).
+        targets: [T] the token that position t predicts; the last position of a document predicts nothing
+            (weight 0).
         position_ids: [T] position inside the document; restarts at 0.
         cu_seqlens: [D + 1] int32 document boundaries: document d is `cu_seqlens[d]:cu_seqlens[d + 1]`.
         weights: per component the [T] weight of the loss at position t (already shifted like `targets`).
@@ -81,45 +86,58 @@ class StepBatch:
     """Further values to log, equal on all ranks."""
 
 
-def build_micro_batch(rows: Sequence[Sequence[Sample]], *, pad_to: int | None = None, pad_token: int = 0) -> MicroBatch:
+def build_micro_batch(
+    rows: Sequence[Sequence[Sample]],
+    *,
+    pad_to: int | None = None,
+    pad_token: int = 0,
+    components: Sequence[str] = (),
+) -> MicroBatch:
     """Lay the samples of one or more rows end to end.
 
     Args:
         rows: the samples of each row. An empty sequence gives a row without anything to train.
-        pad_to: length of each row after padding (static shapes); None pads only an empty micro-batch, to one token.
-        pad_token: id used for padding. A row's padding is a document of its own, with weight 0.
+        pad_to: length of each row after padding (static shapes); None pads only an empty micro-batch, to one
+            token.
+        pad_token: id used for padding. Padding stands after the last sample, one document for each row that
+            needs it (so that no position exceeds the longest row), with weight 0.
+        components: loss components that get a stream even if no sample has it (a micro-batch of padding
+            alone).
 
     Raises:
         ValueError: a row is longer than `pad_to`.
     """
     samples = [sample for row in rows for sample in row]
-    padding = 0
+    paddings: list[int] = []
     if pad_to is not None:
         for row in rows:
             length = sum(len(sample.tokens) for sample in row)
             if length > pad_to:
                 raise ValueError(f"a row of {length} tokens does not fit into pad_to = {pad_to}")
-            padding += pad_to - length
+            if length < pad_to:
+                paddings.append(pad_to - length)
     elif not samples:
-        padding = 1
+        paddings.append(1)
     # All padding stands at the end, so that `num_tokens` is one boundary and no document is split.
-    lengths = [len(sample.tokens) for sample in samples] + ([padding] if padding else [])
+    lengths = [len(sample.tokens) for sample in samples] + paddings
     cu_seqlens = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=cu_seqlens[1:])
     total = int(cu_seqlens[-1])
     tokens = np.full(total, pad_token, dtype=np.int64)
     targets = np.full(total, pad_token, dtype=np.int64)
     position_ids = np.zeros(total, dtype=np.int64)
-    components = sorted({component for sample in samples for component in sample.weights})
-    weights = {component: np.zeros(total, dtype=np.float32) for component in components}
+    present = {component for sample in samples for component in sample.weights} | set(components)
+    weights = {component: np.zeros(total, dtype=np.float32) for component in sorted(present)}
     for index, length in enumerate(lengths):
         start, end = int(cu_seqlens[index]), int(cu_seqlens[index + 1])
         position_ids[start:end] = np.arange(length)
-        if index == len(samples):
-            break
+        if index >= len(samples):
+            continue
         sample = samples[index]
         tokens[start:end] = sample.tokens
         targets[start : end - 1] = sample.tokens[1:]
         for component, stream in sample.weights.items():
             weights[component][start : end - 1] = stream[1:]
-    return MicroBatch(tokens, targets, position_ids, cu_seqlens, weights, tuple(sample.sample_id for sample in samples))
+    return MicroBatch(
+        tokens, targets, position_ids, cu_seqlens, weights, tuple(sample.sample_id for sample in samples)
+    )

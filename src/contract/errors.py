@@ -1,7 +1,7 @@
 """Errors that a user can act on, and the exit codes of every command.
 
-A `TailraceError` is shown as one message without a traceback (the traceback is in the log, and on the console with
-`--log.level debug`). Any other exception is a defect of the project and keeps its traceback.
+A `TailraceError` is shown as one message without a traceback (the traceback is in the log, and on the console
+with `--log.level debug`). Any other exception is a defect of the project and keeps its traceback.
 """
 
 from __future__ import annotations

@@ -48,6 +48,10 @@ class RunFolder:
         return self.root / "tensorboard"
 
     def holds_run(self) -> bool:
-        """Whether a run was begun here: metrics or any checkpoint exist. A lone `config/` (from --dry-run) is none."""
+        """Whether a run was begun here: metrics or any checkpoint exist. A lone `config/` (from --dry-run)
+        is none.
+        """
         has_checkpoint = self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
-        return has_checkpoint or self.metrics.exists() or (self.weights.is_dir() and any(self.weights.iterdir()))
+        return (
+            has_checkpoint or self.metrics.exists() or (self.weights.is_dir() and any(self.weights.iterdir()))
+        )

@@ -14,7 +14,8 @@ class TrainState:
         num_tokens: tokens seen, over all ranks, prompts included, padding excluded.
         num_samples: samples seen, over all ranks.
         num_skipped: updates skipped because loss or gradient was not finite.
-        schedule_step: updates that changed weights, i.e. steps of the schedule (`skip_scheduler` resets it alone).
+        schedule_step: updates that changed weights, i.e. steps of the schedule (`skip_scheduler` resets it
+            alone).
     """
 
     step: int = 0

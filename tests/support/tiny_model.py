@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + "
+    "'<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
@@ -32,7 +33,9 @@ def write_tiny_tokenizer(folder: Path) -> int:
 def write_tiny_model(
     folder: Path, *, family: str = "llama", tie: bool = True, layers: int = 2, hidden: int = 32, seed: int = 0
 ) -> Path:
-    """Write a random model of `family` (`llama`, `qwen2`, `qwen3`, `gemma2`, `gemma3_text`, `granite`, `cohere`, ...)."""
+    """Write a random model of `family` (`llama`, `qwen2`, `qwen3`, `gemma2`, `gemma3_text`, `granite`,
+    `cohere`, ...).
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -1,8 +1,8 @@
 """The base class of every configuration section.
 
-Sections are frozen, refuse unknown keys and do not coerce types (an int is accepted where a float is declared, nothing
-else). Every field has a `description` that says what it means, its unit, and what `None` means; `--help` and the
-reference page are made from it.
+Sections are frozen, refuse unknown keys and do not coerce types (an int is accepted where a float is
+declared, nothing else). Every field has a `description` that says what it means, its unit, and what `None`
+means; `--help` and the reference page are made from it.
 """
 
 from __future__ import annotations

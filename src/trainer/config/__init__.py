@@ -1,4 +1,6 @@
-"""Configuration of the trainer, one module beside each owner. Imports no torch, so that `--help` answers at once."""
+"""Configuration of the trainer, one module beside each owner. Imports no torch, so that `--help` answers at
+once.
+"""
 
 from trainer.config.run import SFTConfig
 

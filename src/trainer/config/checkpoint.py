@@ -14,22 +14,29 @@ class CheckpointConfig(Settings):
     """When the whole state of training is saved, and which steps are kept."""
 
     interval: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="Steps between saves; None saves only the last step (and on a signal)."
+        default=None, description="Steps between saves; None saves only the last step (and on a signal)."
     )
     keep_last: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="Committed steps kept; older ones are deleted after a newer one is committed. None keeps all."
+        default=None,
+        description="Committed steps kept; older ones are deleted after a newer one is committed. None keeps "
+        "all.",
     )
     keep_interval: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="Steps divisible by this are kept for ever; None keeps none beyond keep_last."
+        default=None,
+        description="Steps divisible by this are kept for ever; None keeps none beyond keep_last.",
     )
-    writer_threads: int = Field(2, ge=1, description="Threads per rank that write files.")
-    checksums: bool = Field(True, description="Record a checksum of every file, so that `ckpt verify` finds silent damage.")
+    writer_threads: int = Field(default=2, ge=1, description="Threads per rank that write files.")
+    checksums: bool = Field(
+        default=True,
+        description="Record a checksum of every file, so that `ckpt verify` finds silent damage.",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> CheckpointConfig:
         if self.keep_interval is not None and self.keep_last is None:
             raise ValueError(
-                f"ckpt.keep_interval = {self.keep_interval} exempts steps from pruning, but nothing is pruned without "
+                f"ckpt.keep_interval = {self.keep_interval} exempts steps from pruning, but nothing is "
+                f"pruned without "
                 "ckpt.keep_last; set ckpt.keep_last or remove ckpt.keep_interval"
             )
         return self
@@ -38,20 +45,26 @@ class CheckpointConfig(Settings):
 class ResumeConfig(Settings):
     """Which checkpoint a run goes on from, and which parts of it are left out."""
 
-    step: Annotated[int, Field(ge=0)] | None = Field(None, description="Step to resume; None is the latest committed.")
-    dir: PathSetting | None = Field(
-        None, description="One checkpoint folder of any run (`.../checkpoints/step_40`); None looks in this run."
+    step: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, description="Step to resume; None is the latest committed."
     )
-    skip_optimizer: bool = Field(False, description="Start the optimizer's state afresh.")
-    skip_scheduler: bool = Field(False, description="Start the learning-rate schedule afresh, from its first update.")
-    skip_progress: bool = Field(False, description="Count steps, tokens and samples from 0.")
-    skip_data: bool = Field(False, description="Start the data from its first row.")
+    dir: PathSetting | None = Field(
+        default=None,
+        description="One checkpoint folder of any run (`.../checkpoints/step_40`); None looks in this run.",
+    )
+    skip_optimizer: bool = Field(default=False, description="Start the optimizer's state afresh.")
+    skip_scheduler: bool = Field(
+        default=False, description="Start the learning-rate schedule afresh, from its first update."
+    )
+    skip_progress: bool = Field(default=False, description="Count steps, tokens and samples from 0.")
+    skip_data: bool = Field(default=False, description="Start the data from its first row.")
 
     @model_validator(mode="after")
     def _check(self) -> ResumeConfig:
         if self.step is not None and self.dir is not None:
             raise ValueError(
-                f"resume.step = {self.step} and resume.dir = {str(self.dir)!r} both name a checkpoint; keep one of them"
+                f"resume.step = {self.step} and resume.dir = {str(self.dir)!r} both name a checkpoint; keep "
+                f"one of them"
             )
         return self
 
@@ -60,8 +73,14 @@ class ExportConfig(Settings):
     """Weights in Hugging Face format under `weights/step_N`."""
 
     interval: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="Steps between exports; None exports only after the last step."
+        default=None, description="Steps between exports; None exports only after the last step."
     )
-    dtype: str = Field("auto", pattern="^(auto|float32|bfloat16|float16)$", description="Type of the exported weights: "
-                       "auto is that of the source weights' config (`float32`, `bfloat16`, `float16` force one).")
-    max_shard_size: str = Field("5GB", pattern=r"^\d+(KB|MB|GB)$", description="Largest file before weights are split.")
+    dtype: str = Field(
+        default="auto",
+        pattern="^(auto|float32|bfloat16|float16)$",
+        description="Type of the exported weights: "
+        "auto is that of the source weights' config (`float32`, `bfloat16`, `float16` force one).",
+    )
+    max_shard_size: str = Field(
+        default="5GB", pattern=r"^\d+(KB|MB|GB)$", description="Largest file before weights are split."
+    )

@@ -17,45 +17,58 @@ class ModelConfig(Settings):
 
     name: str = Field(
         min_length=1,
-        description="Hub id (`Qwen/Qwen3-0.6B`), local folder, `.gguf` file, or `package:NAME/FILE` for a file inside "
+        description="Hub id (`Qwen/Qwen3-0.6B`), local folder, `.gguf` file, or `package:NAME/FILE` for a "
+        "file inside "
         "an installed Python package.",
     )
     revision: str | None = Field(
-        None, description="Branch, tag or commit on the Hub; None is the default branch. Only for Hub ids."
+        default=None,
+        description="Branch, tag or commit on the Hub; None is the default branch. Only for Hub ids.",
     )
-    tokenizer: str | None = Field(None, description="Tokenizer's Hub id or folder; None takes the model's own.")
+    tokenizer: str | None = Field(
+        default=None, description="Tokenizer's Hub id or folder; None takes the model's own."
+    )
     chat_template: str | None = Field(
-        None, description="Jinja chat template, or the path of a file that holds one; None takes the tokenizer's."
+        default=None,
+        description="Jinja chat template, or the path of a file that holds one; None takes the tokenizer's.",
     )
     init: Literal["pretrained", "random"] = Field(
-        "pretrained", description="Load the weights, or draw them at random from the architecture (`seed` decides)."
+        default="pretrained",
+        description="Load the weights, or draw them at random from the architecture (`seed` decides).",
     )
-    trust_remote_code: bool = Field(False, description="Run model code that comes with the weights.")
+    trust_remote_code: bool = Field(default=False, description="Run model code that comes with the weights.")
     attention: Attention = Field(
-        "varlen",
-        description="Attention over packed documents. `varlen` computes each document on its own (variable-length "
+        default="varlen",
+        description="Attention over packed documents. `varlen` computes each document on its own "
+        "(variable-length "
         "kernel on CUDA); the others are transformers' implementations.",
     )
     compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="Type of forward and backward; weights and optimizer stay float32. auto: bfloat16 on "
-        "CUDA, float32 elsewhere."
+        default="auto",
+        description="Type of forward and backward; weights and optimizer stay float32. auto: bfloat16 on "
+        "CUDA, float32 elsewhere.",
     )
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Type in which gradients are summed over ranks."
+        default="float32", description="Type in which gradients are summed over ranks."
     )
     reshard_after_forward: bool = Field(
-        True, description="Free a block's gathered weights after its forward; less memory, one more gather."
+        default=True,
+        description="Free a block's gathered weights after its forward; less memory, one more gather.",
     )
     activation_checkpointing: ActivationCheckpointing = Field(
-        "none", description="`block` keeps only the input of each block and computes its forward again in backward."
+        default="none",
+        description="`block` keeps only the input of each block and computes its forward again in backward.",
     )
-    compile: bool = Field(False, description="torch.compile of each block; pads rows to seq_len for static shapes.")
+    compile: bool = Field(
+        default=False, description="torch.compile of each block; pads rows to seq_len for static shapes."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
         if self.revision is not None and self.name.startswith("package:"):
             raise ValueError(
-                "model.revision names a version on the Hub, but model.name is a package file; remove model.revision"
+                "model.revision names a version on the Hub, but model.name is a package file; remove "
+                "model.revision"
             )
         return self
 
@@ -64,18 +77,28 @@ class DeploymentConfig(Settings):
     """Processes and the device mesh."""
 
     num_processes: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="Training processes on this machine; None is one per GPU, or 1 without a GPU."
+        default=None,
+        description="Training processes on this machine; None is one per GPU, or 1 without a GPU.",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes CUDA where there is a GPU.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="auto takes CUDA where there is a GPU."
+    )
     dp_replicate: int = Field(
-        1, ge=1, description="Groups of ranks that each hold a whole copy of the model (HSDP); must divide the ranks."
+        default=1,
+        ge=1,
+        description="Groups of ranks that each hold a whole copy of the model (HSDP); must divide the ranks.",
     )
     num_threads: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="CPU threads per process; None divides the machine's cores among its processes."
+        default=None,
+        description="CPU threads per process; None divides the machine's cores among its processes.",
     )
     collective_timeout_seconds: float = Field(
-        600.0, gt=0, description="Longest wait for a peer in a collective, in seconds; then the run ends with an error."
+        default=600.0,
+        gt=0,
+        description="Longest wait for a peer in a collective, in seconds; then the run ends with an error.",
     )
     grace_seconds: float = Field(
-        120.0, gt=0, description="After a signal or an error, seconds that processes get to save before they are killed."
+        default=120.0,
+        gt=0,
+        description="After a signal or an error, seconds that processes get to save before they are killed.",
     )

@@ -12,16 +12,20 @@ from contract.settings import Settings
 class OptimizerBase(Settings):
     """What every optimizer has."""
 
-    lr: float = Field(1e-5, ge=0, description="Peak learning rate.")
+    lr: float = Field(default=1e-5, ge=0, description="Peak learning rate.")
     weight_decay: float = Field(
-        0.01, ge=0, description="Decoupled weight decay; norms, biases and other 1-D weights never decay."
+        default=0.01,
+        ge=0,
+        description="Weight decay, decoupled from the gradient (but for sgd); norms, biases and other 1-D "
+        "weights never decay.",
     )
     max_grad_norm: Annotated[float, Field(gt=0)] | None = Field(
-        1.0, description="Clip the global L2 norm of the gradient to this; None does not clip."
+        default=1.0, description="Clip the global L2 norm of the gradient to this; None does not clip."
     )
     on_non_finite: Literal["skip", "stop"] = Field(
-        "skip", description="A loss or gradient that is not finite skips the update on every rank and is counted, "
-        "or ends the run."
+        default="skip",
+        description="A loss or gradient that is not finite skips the update on every rank and is counted, "
+        "or ends the run.",
     )
 
 
@@ -29,8 +33,10 @@ class AdamWConfig(OptimizerBase):
     """AdamW (Loshchilov & Hutter 2019), torch's fused kernel."""
 
     type: Literal["adamw"] = "adamw"
-    betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2, description="Decay of both moments, in [0, 1).")
-    eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
+    betas: list[float] = Field(
+        default=[0.9, 0.95], min_length=2, max_length=2, description="Decay of both moments, in [0, 1)."
+    )
+    eps: float = Field(default=1e-8, gt=0, description="Added to the root of the second moment.")
 
     @model_validator(mode="after")
     def _check(self) -> AdamWConfig:
@@ -40,11 +46,15 @@ class AdamWConfig(OptimizerBase):
 
 
 class SGDConfig(OptimizerBase):
-    """Stochastic gradient descent with momentum; weight decay is decoupled, as in AdamW."""
+    """Stochastic gradient descent with momentum, torch's own; here weight decay is added to the gradient
+    (L2).
+    """
 
     type: Literal["sgd"] = "sgd"
-    momentum: float = Field(0.0, ge=0, lt=1, description="Decay of the momentum buffer; 0 keeps no state.")
-    nesterov: bool = Field(False, description="Nesterov momentum; needs momentum > 0.")
+    momentum: float = Field(
+        default=0.0, ge=0, lt=1, description="Decay of the momentum buffer; 0 keeps no state."
+    )
+    nesterov: bool = Field(default=False, description="Nesterov momentum; needs momentum > 0.")
 
     @model_validator(mode="after")
     def _check(self) -> SGDConfig:
@@ -63,13 +73,16 @@ class MuonConfig(OptimizerBase):
     """Muon (Jordan et al. 2024), torch's own, for the matrices of the blocks; AdamW for everything else."""
 
     type: Literal["muon"] = "muon"
-    momentum: float = Field(0.95, ge=0, lt=1, description="Decay of the momentum buffer.")
-    nesterov: bool = Field(True, description="Nesterov momentum.")
+    momentum: float = Field(default=0.95, ge=0, lt=1, description="Decay of the momentum buffer.")
+    nesterov: bool = Field(default=True, description="Nesterov momentum.")
     adjust_lr: Literal["original", "match_rms_adamw"] = Field(
-        "match_rms_adamw", description="Scale of a matrix update; match_rms_adamw lets one lr serve both parts."
+        default="match_rms_adamw",
+        description="Scale of a matrix update; match_rms_adamw lets one lr serve both parts.",
     )
-    betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2, description="AdamW part: decay of both moments.")
-    eps: float = Field(1e-8, gt=0, description="AdamW part: added to the root of the second moment.")
+    betas: list[float] = Field(
+        default=[0.9, 0.95], min_length=2, max_length=2, description="AdamW part: decay of both moments."
+    )
+    eps: float = Field(default=1e-8, gt=0, description="AdamW part: added to the root of the second moment.")
 
     @model_validator(mode="after")
     def _check(self) -> MuonConfig:
@@ -78,15 +91,13 @@ class MuonConfig(OptimizerBase):
         return self
 
 
-OptimizerConfig = Annotated[
-    AdamWConfig | SGDConfig | SignSGDConfig | MuonConfig, Field(discriminator="type")
-]
+OptimizerConfig = Annotated[AdamWConfig | SGDConfig | SignSGDConfig | MuonConfig, Field(discriminator="type")]
 
 
 class ScheduleBase(Settings):
     """What every schedule has. Warm-up rises linearly from 0: update n of n_w uses lr * n / n_w."""
 
-    warmup_steps: int = Field(0, ge=0, description="Updates of linear warm-up.")
+    warmup_steps: int = Field(default=0, ge=0, description="Updates of linear warm-up.")
 
 
 class ConstantScheduleConfig(ScheduleBase):
@@ -100,16 +111,21 @@ class LinearScheduleConfig(ScheduleBase):
 
     type: Literal["linear"] = "linear"
     decay_steps: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="Length of the decay at the end of the run, in updates; None is all after warm-up."
+        default=None,
+        description="Length of the decay at the end of the run, in updates; None is all after warm-up.",
     )
-    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Learning rate at the end, as a share of the peak.")
+    min_lr_ratio: float = Field(
+        default=0.0, ge=0, le=1, description="Learning rate at the end, as a share of the peak."
+    )
 
 
 class CosineScheduleConfig(ScheduleBase):
     """Warm-up, then half a cosine to the end of the run (Loshchilov & Hutter 2017)."""
 
     type: Literal["cosine"] = "cosine"
-    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Learning rate at the end, as a share of the peak.")
+    min_lr_ratio: float = Field(
+        default=0.0, ge=0, le=1, description="Learning rate at the end, as a share of the peak."
+    )
 
 
 ScheduleConfig = Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, model_validator
@@ -18,35 +19,48 @@ from trainer.config.telemetry import LogConfig, ProfilerConfig, TensorboardConfi
 class SFTConfig(Settings):
     """Supervised fine-tuning of a causal language model."""
 
-    output_dir: PathSetting = Field(default="outputs", description="Folder that holds run folders.")  # pyright: ignore[reportAssignmentType]
+    output_dir: PathSetting = Field(default=Path("outputs"), description="Folder that holds run folders.")
     run_name: str = Field(
-        "sft", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run's folder in output_dir."
+        default="sft",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="Name of the run's folder in output_dir.",
     )
-    clean: bool = Field(False, description="Delete a run that the folder already holds, and start anew.")
-    seed: int = Field(0, ge=0, description="Decides random weights, the order of rows and dropout.")
+    clean: bool = Field(
+        default=False, description="Delete a run that the folder already holds, and start anew."
+    )
+    seed: int = Field(default=0, ge=0, description="Decides random weights, the order of rows and dropout.")
     max_steps: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="Updates in the run, counted from step 0; None leaves the end to max_epochs."
+        default=None,
+        description="Updates in the run, counted from step 0; None leaves the end to max_epochs.",
     )
     max_epochs: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="Passes over the data; None leaves the end to max_steps."
+        default=None, description="Passes over the data; None leaves the end to max_steps."
     )
 
     model: ModelConfig = Field(description="The model.")
     data: DataConfig = Field(description="Training data.")
-    optimizer: OptimizerConfig = Field(AdamWConfig(), description="Optimizer.")
-    schedule: ScheduleConfig = Field(ConstantScheduleConfig(), description="Learning-rate schedule.")
-    deployment: DeploymentConfig = Field(DeploymentConfig(), description="Processes and mesh.")
+    optimizer: OptimizerConfig = Field(default=AdamWConfig(), description="Optimizer.")
+    schedule: ScheduleConfig = Field(default=ConstantScheduleConfig(), description="Learning-rate schedule.")
+    deployment: DeploymentConfig = Field(default=DeploymentConfig(), description="Processes and mesh.")
     ckpt: CheckpointConfig | None = Field(
-        CheckpointConfig(), description="Checkpoints; `--no-ckpt` saves none, also on a signal."
+        default=CheckpointConfig(), description="Checkpoints; `--no-ckpt` saves none, also on a signal."
     )
-    resume: ResumeConfig | None = Field(None, description="Go on from a checkpoint; None starts a new run.")
-    export: ExportConfig | None = Field(ExportConfig(), description="Hugging Face export; `--no-export` writes none.")
-    validation: ValidationConfig | None = Field(None, description="Held-out loss; None does not validate.")
-    sample: SampleConfig | None = Field(None, description="Samples before and after training; None prints none.")
-    log: LogConfig = Field(LogConfig(), description="Console and log files.")
-    wandb: WandbConfig | None = Field(None, description="Weights & Biases; None is off.")
-    tensorboard: TensorboardConfig | None = Field(None, description="TensorBoard; None is off.")
-    profiler: ProfilerConfig | None = Field(None, description="Profiler trace; None is off.")
+    resume: ResumeConfig | None = Field(
+        default=None, description="Go on from a checkpoint; None starts a new run."
+    )
+    export: ExportConfig | None = Field(
+        default=ExportConfig(), description="Hugging Face export; `--no-export` writes none."
+    )
+    validation: ValidationConfig | None = Field(
+        default=None, description="Held-out loss; None does not validate."
+    )
+    sample: SampleConfig | None = Field(
+        default=None, description="Samples before and after training; None prints none."
+    )
+    log: LogConfig = Field(default=LogConfig(), description="Console and log files.")
+    wandb: WandbConfig | None = Field(default=None, description="Weights & Biases; None is off.")
+    tensorboard: TensorboardConfig | None = Field(default=None, description="TensorBoard; None is off.")
+    profiler: ProfilerConfig | None = Field(default=None, description="Profiler trace; None is off.")
 
     @model_validator(mode="after")
     def _check_end(self) -> SFTConfig:
@@ -54,7 +68,8 @@ class SFTConfig(Settings):
             raise ValueError("nothing ends this run: set max_steps or max_epochs")
         if self.max_steps is not None and self.max_epochs is not None:
             raise ValueError(
-                f"max_steps = {self.max_steps} and max_epochs = {self.max_epochs} both end the run; keep one of them"
+                f"max_steps = {self.max_steps} and max_epochs = {self.max_epochs} both end the run; keep one "
+                f"of them"
             )
         return self
 
@@ -63,7 +78,8 @@ class SFTConfig(Settings):
         decay_steps = getattr(self.schedule, "decay_steps", None) or 0
         if self.max_steps is not None and self.schedule.warmup_steps + decay_steps > self.max_steps:
             raise ValueError(
-                f"schedule.warmup_steps = {self.schedule.warmup_steps} and schedule.decay_steps = {decay_steps} do not "
+                f"schedule.warmup_steps = {self.schedule.warmup_steps} and schedule.decay_steps = "
+                f"{decay_steps} do not "
                 f"fit into max_steps = {self.max_steps}; lower them"
             )
         return self
@@ -73,11 +89,13 @@ class SFTConfig(Settings):
         processes, replicate = self.deployment.num_processes, self.deployment.dp_replicate
         if processes is not None and processes % replicate != 0:
             raise ValueError(
-                f"deployment.dp_replicate = {replicate} does not divide deployment.num_processes = {processes}"
+                f"deployment.dp_replicate = {replicate} does not divide deployment.num_processes = "
+                f"{processes}"
             )
         if processes is not None and self.data.batch_size % processes != 0:
             raise ValueError(
-                f"data.batch_size = {self.data.batch_size} cannot be dealt evenly to deployment.num_processes = "
+                f"data.batch_size = {self.data.batch_size} cannot be dealt evenly to "
+                f"deployment.num_processes = "
                 f"{processes}; choose a multiple"
             )
         return self

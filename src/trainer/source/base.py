@@ -11,7 +11,8 @@ from contract.batch import MicroBatch, StepBatch
 class Source(Protocol):
     """Yields the batch of one update after the other. Deterministic; its position is state.
 
-    The position is global: it does not depend on rank or world size, so a run can go on at another world size and
+    The position is global: it does not depend on rank or world size, so a run can go on at another world size
+        and
     sees the rows it would have seen.
     """
 
@@ -19,11 +20,15 @@ class Source(Protocol):
     """Updates until the source is exhausted (`max_epochs`), or None if it never is."""
 
     def next_step(self) -> StepBatch | None:
-        """The batch of the next update for this rank, or None (on all ranks alike) if there is no more data."""
+        """The batch of the next update for this rank, or None (on all ranks alike) if there is no more
+        data.
+        """
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Position after the last batch handed out, and the identity of the data; JSON values, equal on all ranks."""
+        """Position after the last batch handed out, and the identity of the data; JSON values, equal on all
+        ranks.
+        """
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -35,7 +40,9 @@ class Source(Protocol):
         ...
 
     def summary(self) -> dict[str, str]:
-        """Lines for the start-up summary: title and value, e.g. {"rows": "1,200 (3 skipped: no assistant turn)"}."""
+        """Lines for the start-up summary: title and value, e.g. {"rows": "1,200 (3 skipped: no assistant
+        turn)"}.
+        """
         ...
 
 

@@ -1,0 +1,256 @@
+"""The `ckpt` command: list, verify, export and remove the checkpoints of a run.
+
+Reads and changes files only; needs no process group and, but for `export`, no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from contract.commit import StepEntry, inspect_step, remove_step, resolve_step, scan, verify
+from contract.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, CheckpointError, TailraceError
+
+_STEP_FOLDER = re.compile(r"step_[0-9]+(\.partial)?")
+_PLACE = "run folder, its checkpoints folder, or (where one step is meant) a step folder"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code.
+
+    Args:
+        argv: arguments without the name of the program; None takes the command line.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except TailraceError as error:
+        print(f"ckpt: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"ckpt: error: {error.filename or ''}: {error.strerror or error}", file=sys.stderr)
+        return EXIT_FAILURE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ckpt", description="List, verify, export and remove the checkpoints of a run."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    ls = commands.add_parser(
+        "ls", help="list all steps", description="List every step, and why it cannot be loaded."
+    )
+    ls.add_argument("path", type=Path, help=_PLACE)
+    ls.set_defaults(run=_ls)
+
+    check = commands.add_parser(
+        "verify",
+        help="compare every file with its checksum",
+        description="Read every file of every committed step (or of one) again and compare its checksum. "
+        "Steps that were never committed are told, and are no failure. Exit code 1 if anything is damaged.",
+    )
+    check.add_argument("path", type=Path, help=_PLACE)
+    check.add_argument("--step", type=int, help="only this step")
+    check.set_defaults(run=_verify)
+
+    export = commands.add_parser(
+        "export",
+        help="write the weights of a step in Hugging Face format",
+        description="Write the weights of a committed step in Hugging Face format, on one CPU process. The "
+        "model that was trained must be found where the configuration stored in the step says.",
+    )
+    export.add_argument("path", type=Path, help=_PLACE)
+    export.add_argument("--step", type=int, help="step; the latest if not given")
+    export.add_argument(
+        "--out", type=Path, help="folder to write; weights/step_N in the run folder if not given"
+    )
+    export.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="type of the weights; auto is that of the source model (default)",
+    )
+    export.add_argument(
+        "--max-shard-size", default="5GB", help="largest file before weights are split (default 5GB)"
+    )
+    export.add_argument("--force", action="store_true", help="replace an export that is there already")
+    export.set_defaults(run=_export)
+
+    rm = commands.add_parser(
+        "rm",
+        help="delete steps",
+        description="Delete steps. The only committed step is kept unless --force is given.",
+    )
+    rm.add_argument("path", type=Path, help="run folder or its checkpoints folder")
+    rm.add_argument("--step", type=int, nargs="+", required=True, help="steps to delete, committed or not")
+    rm.add_argument("--force", action="store_true", help="delete even the last step that could be loaded")
+    rm.set_defaults(run=_rm)
+    return parser
+
+
+def _ls(arguments: argparse.Namespace) -> int:
+    entries = _entries(arguments.path)
+    rows = [("STEP", "SIZE", "FILES", "CREATED", "RANKS", "STATUS")]
+    for entry in entries:
+        record = entry.record
+        status = entry.state if entry.problem is None else f"{entry.state}: {entry.problem}"
+        size = files = created = ranks = ""
+        if record is not None:
+            size, files = _format_bytes(record.num_bytes), str(len(record.files))
+            created, ranks = record.created, str(record.world_size)
+        rows.append((str(entry.step), size, files, created, ranks, status))
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    for row in rows:
+        print("  ".join([*(cell.ljust(width) for cell, width in zip(row[:5], widths, strict=True)), row[5]]))
+    return EXIT_OK
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    entries = _entries(arguments.path)
+    if arguments.step is not None:
+        entries = _of_step(entries, arguments.step, arguments.path)
+    failed = False
+    for entry in entries:
+        name = entry.path.name
+        if entry.state == "uncommitted" and arguments.step is None and len(entries) > 1:
+            print(f"{name}: not committed ({entry.problem})")
+            continue
+        problems = verify(entry.path)
+        for problem in problems:
+            print(f"{name}: {problem}")
+        failed = failed or bool(problems)
+        if not problems and entry.record is not None:
+            unchecked = sum(file.checksum is None for file in entry.record.files.values())
+            note = f", {unchecked} without a checksum: only their size was compared" if unchecked else ""
+            print(
+                f"{name}: ok ({len(entry.record.files)} files, {_format_bytes(entry.record.num_bytes)}{note})"
+            )
+    return EXIT_FAILURE if failed else EXIT_OK
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    entry = _choose(arguments.path, arguments.step)
+    target: Path = arguments.out or _default_target(entry)
+    if target.exists() and not arguments.force:
+        print(
+            f"ckpt: error: {target} exists; choose another --out, or --force to replace it", file=sys.stderr
+        )
+        return EXIT_USAGE
+    problems = verify(entry.path)
+    if problems:
+        raise CheckpointError(f"{entry.path} is damaged and is not exported: {'; '.join(problems)}")
+
+    from pydantic import ValidationError
+
+    from trainer.checkpoint.reader import read_config, read_tensors
+    from trainer.config.model import ModelConfig
+    from trainer.model.export import export_weights
+    from trainer.model.source import load_tokenizer, resolve_model
+
+    stored = read_config(entry.path).get("model")
+    if stored is None:
+        raise CheckpointError(
+            f"{entry.path} stores no configuration of the model, so its architecture is not known"
+        )
+    try:
+        config = ModelConfig.model_validate(stored)
+    except ValidationError as error:
+        raise CheckpointError(
+            f"{entry.path} stores a model configuration of another version: {error}"
+        ) from error
+    source = resolve_model(config)
+    export_weights(
+        read_tensors(entry.path, "model"),
+        source.folder,
+        target,
+        tokenizer=load_tokenizer(config, source),
+        dtype=arguments.dtype,
+        max_shard_size=arguments.max_shard_size,
+        trust_remote_code=config.trust_remote_code,
+    )
+    print(f"step {entry.step} exported to {target}")
+    return EXIT_OK
+
+
+def _rm(arguments: argparse.Namespace) -> int:
+    entries = _entries(arguments.path)
+    doomed = [
+        entry for step in dict.fromkeys(arguments.step) for entry in _of_step(entries, step, arguments.path)
+    ]
+    committed = [entry for entry in entries if entry.state == "committed"]
+    kept = [entry for entry in committed if entry not in doomed]
+    if committed and not kept and not arguments.force:
+        raise CheckpointError(
+            f"after this, {arguments.path} would hold no step that can be loaded; add --force if you mean it"
+        )
+    for entry in doomed:
+        remove_step(entry.path)
+        print(f"removed {entry.path}")
+    return EXIT_OK
+
+
+def _entries(path: Path) -> list[StepEntry]:
+    """The steps at `path`: all of a run or checkpoints folder, or the one of a step folder."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: there is no such folder")
+    if _is_step(path):
+        return [inspect_step(path)]
+    entries = scan(_checkpoints(path))
+    if not entries:
+        raise CheckpointError(f"{path} holds no checkpoints; name a {_PLACE}")
+    return entries
+
+
+def _of_step(entries: Sequence[StepEntry], step: int, path: Path) -> list[StepEntry]:
+    found = [entry for entry in entries if entry.step == step]
+    if not found:
+        there = ", ".join(dict.fromkeys(str(entry.step) for entry in entries))
+        raise CheckpointError(f"there is no step {step} in {path}; there are: {there}")
+    return found
+
+
+def _choose(path: Path, step: int | None) -> StepEntry:
+    if path.is_dir() and _is_step(path):
+        entry = inspect_step(path)
+        if step not in (None, entry.step):
+            raise CheckpointError(
+                f"{path} is step {entry.step}, and --step asks for {step}; leave one of them out"
+            )
+        if entry.problem is not None:
+            raise CheckpointError(f"{path} cannot be exported: {entry.problem}")
+        return entry
+    _entries(path)
+    resolved = resolve_step(_checkpoints(path), step, components=("trainer",))
+    assert resolved is not None
+    for warning in resolved.warnings:
+        print(f"ckpt: warning: {warning}", file=sys.stderr)
+    return resolved.entry
+
+
+def _is_step(path: Path) -> bool:
+    return bool(_STEP_FOLDER.fullmatch(path.resolve().name)) or (path / "complete.json").is_file()
+
+
+def _checkpoints(path: Path) -> Path:
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+
+
+def _default_target(entry: StepEntry) -> Path:
+    checkpoints = entry.path.resolve().parent
+    if checkpoints.name != "checkpoints":
+        raise CheckpointError(
+            f"{entry.path} lies in no run folder, so the export has no place; give --out DIR"
+        )
+    return checkpoints.parent / "weights" / f"step_{entry.step}"
+
+
+def _format_bytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

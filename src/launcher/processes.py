@@ -1,0 +1,288 @@
+"""Start the ranks of a run, watch them, and end them: signals, the console, the exit code.
+
+    launcher (this module) - agent (torchrun) - guard of rank r - rank r
+
+Invariants: when `launch` returns, no process of the attempt is alive; the exit code is that of the rank that
+failed first; signals go from here to the ranks themselves, since the agent would end them at once.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+from contract.attempt import ExitRecord, die_with_parent, log_path, read_exit, read_pid
+from contract.errors import EXIT_FAILURE, EXIT_OK, EXIT_SIGNAL_BASE
+from launcher.spec import ATTEMPT_VARIABLE, LaunchSpec
+
+_POLL_SECONDS = 0.1
+_LEFTOVER_SECONDS = 2.0
+_TAIL_LINES = 20
+_SIGNALS_UNTIL_KILL = 3
+
+
+def launch(spec: LaunchSpec) -> int:
+    """Run `spec.command` in `spec.num_processes` ranks until all have ended; returns the exit code of the
+    run.
+
+    The first and the second SIGINT or SIGTERM are passed on to the ranks (save and end; end at once), the
+    third kills them, as does the end of `spec.grace_seconds` after the first. Rank 0's output is shown on
+    this process's stdout.
+    """
+    spec.write()
+    return _Launch(spec).run()
+
+
+class _Launch:
+    """One launch, from the first process to the last."""
+
+    def __init__(self, spec: LaunchSpec) -> None:
+        self._spec = spec
+        self._console = _Tail(log_path(spec.attempt_dir, 0))
+        self._signals: list[int] = []
+        self._delivered = [0] * spec.num_processes
+        self._kill_at: float | None = None
+        self._agent_told = False
+        self._killed = False
+
+    def run(self) -> int:
+        with self._handling_signals(), open(self._agent_log, "wb") as log:
+            agent = self._start_agent(log.fileno())
+            try:
+                code = self._watch(agent)
+            finally:
+                # Also after an error of the launcher itself nothing may stay behind.
+                self._end_leftovers(agent)
+        self._show_output()
+        return self._outcome(code)
+
+    @property
+    def _agent_log(self) -> Path:
+        return self._spec.attempt_dir / "agent.log"
+
+    def _show_output(self) -> None:
+        """Copy rank 0's output to the console, until another rank fails: what rank 0 says then is a
+        consequence that would be taken for the cause. It is in its log.
+        """
+        others = (read_exit(self._spec.attempt_dir, rank) for rank in range(1, self._spec.num_processes))
+        if not any(record is not None and _is_failure(record) for record in others):
+            self._console.copy()
+
+    def _start_agent(self, log: int) -> subprocess.Popen[bytes]:
+        launcher_pid = os.getpid()
+        environment = {
+            **os.environ,
+            ATTEMPT_VARIABLE: str(self._spec.attempt_dir),
+            "OMP_NUM_THREADS": str(self._spec.num_threads),
+            "PYTHONUNBUFFERED": "1",
+            # Output goes through a file to this console: programs should still fill its width.
+            "COLUMNS": str(shutil.get_terminal_size((120, 24)).columns),
+        }
+        return subprocess.Popen(
+            [sys.executable, "-m", "launcher.agent", str(self._spec.path)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            # Ctrl-C in a terminal reaches this process only, which passes it on once.
+            start_new_session=True,
+            preexec_fn=lambda: die_with_parent(launcher_pid),
+        )
+
+    def _watch(self, agent: subprocess.Popen[bytes]) -> int:
+        """Show output and pass signals on until the agent has ended; returns its exit code."""
+        while True:
+            code = agent.poll()
+            self._show_output()
+            if code is not None:
+                return code
+            self._pass_signals(agent)
+            if self._kill_at is not None and time.monotonic() >= self._kill_at:
+                asked = len(self._signals) >= _SIGNALS_UNTIL_KILL
+                reason = (
+                    "third signal"
+                    if asked
+                    else f"the ranks did not end within {self._spec.grace_seconds:g} s"
+                )
+                _say(f"{reason}: killing them; the last committed checkpoint stands")
+                self._killed = True
+                return EXIT_SIGNAL_BASE + signal.SIGKILL
+            time.sleep(_POLL_SECONDS)
+
+    def _pass_signals(self, agent: subprocess.Popen[bytes]) -> None:
+        """Send every rank the signals that it has not had; one that starts later gets them then."""
+        if not self._signals:
+            return
+        if self._kill_at is None:
+            self._kill_at = time.monotonic() + self._spec.grace_seconds
+        if len(self._signals) >= _SIGNALS_UNTIL_KILL:
+            self._kill_at = time.monotonic()
+            return
+        pids = [read_pid(self._spec.attempt_dir, rank) for rank in range(self._spec.num_processes)]
+        if all(pid is None for pid in pids):
+            # No rank has begun: there is nothing to save, and the agent ends whatever it has started.
+            if not self._agent_told:
+                self._agent_told = True
+                agent.terminate()
+            return
+        for rank, pid in enumerate(pids):
+            if pid is None or self._delivered[rank] == len(self._signals):
+                continue
+            if read_exit(self._spec.attempt_dir, rank) is None:
+                # One signal per round: two equal ones that are pending together count as one.
+                _send(pid, self._signals[self._delivered[rank]])
+            self._delivered[rank] += 1
+
+    def _end_leftovers(self, agent: subprocess.Popen[bytes]) -> None:
+        """See that no process of the attempt is alive; ranks whose agent was killed still get to save."""
+        deadline = time.monotonic() + _LEFTOVER_SECONDS
+        if agent.poll() is None:
+            deadline = time.monotonic()
+        elif self._lost_agent(agent) and self._alive():
+            deadline = time.monotonic() + self._spec.grace_seconds
+        while self._alive():
+            self._show_output()
+            if time.monotonic() >= deadline or len(self._signals) >= _SIGNALS_UNTIL_KILL:
+                for pid in self._alive():
+                    _send(pid, signal.SIGKILL)
+                if agent.poll() is None:
+                    agent.kill()
+            time.sleep(_POLL_SECONDS / 2)
+            agent.poll()
+        agent.wait()
+
+    def _lost_agent(self, agent: subprocess.Popen[bytes]) -> bool:
+        return agent.returncode is not None and agent.returncode < 0
+
+    def _alive(self) -> list[int]:
+        marked = _marked_processes(str(self._spec.attempt_dir))
+        if marked is not None:
+            return marked
+        pids = [read_pid(self._spec.attempt_dir, rank) for rank in range(self._spec.num_processes)]
+        return [pid for pid in pids if pid is not None and _send(pid, 0)]
+
+    def _outcome(self, agent_code: int) -> int:
+        """The exit code of the run; prints what failed first."""
+        records = [read_exit(self._spec.attempt_dir, rank) for rank in range(self._spec.num_processes)]
+        first = first_failure([record for record in records if record is not None])
+        interrupted = first is not None and first.code - EXIT_SIGNAL_BASE in self._signals
+        if self._killed and (first is None or interrupted):
+            return EXIT_SIGNAL_BASE + signal.SIGKILL  # not the code of a run whose state was saved
+        if first is not None and not first.ended_by_launcher:
+            name = signal.Signals(first.code - EXIT_SIGNAL_BASE).name if interrupted else ""
+            _say(f"the run was ended by {name}" if interrupted else _report(first, self._spec.attempt_dir))
+            return first.code
+        if agent_code == EXIT_OK:
+            return EXIT_OK
+        if self._signals:
+            _say(f"ended by {signal.Signals(self._signals[0]).name} before training began")
+            return EXIT_SIGNAL_BASE + self._signals[0]
+        code = EXIT_SIGNAL_BASE - agent_code if agent_code < 0 else EXIT_FAILURE
+        _say(
+            f"the process that starts the ranks failed (exit code {code}); the end of {self._agent_log}:\n"
+            f"{_last_lines(self._agent_log)}"
+        )
+        return code
+
+    @contextmanager
+    def _handling_signals(self) -> Iterator[None]:
+        def remember(signum: int, frame: FrameType | None) -> None:
+            # A closed terminal is passed on as SIGTERM, which ranks know.
+            self._signals.append(signal.SIGTERM if signum == signal.SIGHUP else signum)
+
+        handled = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup
+            handled.append(signal.SIGHUP)
+        earlier = {signum: signal.signal(signum, remember) for signum in handled}
+        try:
+            yield
+        finally:
+            for signum, handler in earlier.items():
+                signal.signal(signum, handler)
+
+
+def first_failure(records: list[ExitRecord]) -> ExitRecord | None:
+    """The record that caused the others; None if all ranks succeeded.
+
+    A rank that a signal killed could not speak first, so it comes before ranks that lost their peer and said
+    so. Ranks that were told to end because of another one are no cause.
+    """
+    failed = [record for record in records if record.code != EXIT_OK]
+    causes = [record for record in failed if not record.ended_by_launcher] or failed
+    killed = [record for record in causes if record.signum is not None]
+    return min(killed or causes, key=lambda record: record.time_ns, default=None)
+
+
+def _is_failure(record: ExitRecord) -> bool:
+    """Whether a rank failed, rather than being asked by a signal to end."""
+    return record.code not in (EXIT_OK, EXIT_SIGNAL_BASE + signal.SIGINT, EXIT_SIGNAL_BASE + signal.SIGTERM)
+
+
+def _report(record: ExitRecord, attempt_dir: Path) -> str:
+    path = log_path(attempt_dir, record.rank)
+    head = f"rank {record.rank} ended first, with exit code {record.code}: {record.message}"
+    return f"{head}\nthe end of {path}:\n{_last_lines(path)}"
+
+
+def _last_lines(path: Path) -> str:
+    with suppress(OSError), open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 65536))
+        lines = file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
+        return "\n".join(f"    {line}" for line in lines) or "    (empty)"
+    return "    (there is none)"
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+class _Tail:
+    """Copies a growing file to stdout."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def copy(self) -> None:
+        """Show what was added since the last call."""
+        with suppress(FileNotFoundError), open(self._path, "rb") as file:
+            file.seek(self._offset)
+            while chunk := file.read(65536):
+                self._offset += len(chunk)
+                sys.stdout.buffer.write(chunk)
+            sys.stdout.buffer.flush()
+
+
+def _send(pid: int, signum: int) -> bool:
+    """Send a signal; False if there is no such process."""
+    try:
+        os.kill(pid, signum)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _marked_processes(mark: str) -> list[int] | None:
+    """Living processes whose environment names the attempt, whoever their parent is; None where there is no
+    /proc.
+    """
+    if not Path("/proc/self/environ").exists():
+        return None
+    wanted = f"{ATTEMPT_VARIABLE}={mark}".encode()
+    found = []
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit():
+            continue
+        with suppress(OSError):  # ended meanwhile, or of another user; a zombie's environment is empty
+            if wanted in Path(entry.path, "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found

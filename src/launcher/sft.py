@@ -1,0 +1,218 @@
+"""The command `sft`: read the configuration, prepare the run folder, start the trainer.
+
+Everything that can be refused is refused before a process starts or a file of an earlier run is touched. One
+process runs here, several under torchrun's agent (see `processes`); under an outer torchrun this process is
+one of its ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from contract.errors import EXIT_OK, ConfigError, RunFolderError, TailraceError
+from contract.layout import RunFolder
+from contract.settings.dump import to_toml
+from contract.settings.load import Loaded, load_settings, with_values
+from launcher import folder as run_folder
+from launcher.devices import count_gpus, default_processes
+from launcher.processes import launch
+from launcher.spec import LaunchSpec, num_cores
+from trainer.config import SFTConfig
+
+_DESCRIPTION = "Supervised fine-tuning of a causal language model, on one CPU or many GPUs."
+_PEER_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class OuterRank:
+    """This process as a rank of a torchrun that the user started."""
+
+    rank: int
+    world_size: int
+    local_world_size: int
+    launch_id: str
+
+    @staticmethod
+    def from_environment(environment: Mapping[str, str]) -> OuterRank | None:
+        """The rank that torchrun's variables describe; None if there are none."""
+        if "RANK" not in environment or "WORLD_SIZE" not in environment:
+            return None
+        world_size = int(environment["WORLD_SIZE"])
+        names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+        return OuterRank(
+            rank=int(environment["RANK"]),
+            world_size=world_size,
+            local_world_size=int(environment.get("LOCAL_WORLD_SIZE", world_size)),
+            launch_id=":".join(environment.get(name, "") for name in names),
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code. `argv` None takes the words of the command line."""
+    debug = False
+    try:
+        loaded = load_settings(
+            SFTConfig, sys.argv[1:] if argv is None else argv, prog="sft", description=_DESCRIPTION
+        )
+        debug = loaded.settings.log.level == "debug"
+        return _run(loaded, OuterRank.from_environment(os.environ))
+    except TailraceError as error:
+        if debug:
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _run(loaded: Loaded[SFTConfig], outer: OuterRank | None) -> int:
+    config = loaded.settings
+    folder = RunFolder(config.output_dir / config.run_name)
+    if outer is None or outer.rank == 0:
+        for notice in loaded.notices:
+            print(f"note: {notice}", file=sys.stderr)
+    if loaded.dry_run:
+        return EXIT_OK if outer is not None and outer.rank != 0 else _dry_run(config, folder)
+    if outer is not None:
+        return _run_as_rank(config, folder, outer)
+    processes = _number_of_processes(config)
+    config_path, attempt = _prepare(config, folder)
+    if processes == 1:
+        if config.deployment.num_threads is not None:
+            os.environ["OMP_NUM_THREADS"] = str(config.deployment.num_threads)
+        return _train_here(config_path, attempt)
+    return launch(
+        LaunchSpec(
+            command=[sys.executable, "-m", "trainer", str(config_path.absolute()), str(attempt.absolute())],
+            num_processes=processes,
+            attempt_dir=attempt.absolute(),
+            num_threads=config.deployment.num_threads or max(1, num_cores() // processes),
+            grace_seconds=config.deployment.grace_seconds,
+        )
+    )
+
+
+def _number_of_processes(config: SFTConfig) -> int:
+    """Processes to start on this machine; a number that was not set is checked like one that was.
+
+    Raises:
+        ConfigError: the batch or the mesh does not fit the number of GPUs.
+    """
+    deployment = config.deployment
+    if deployment.num_processes is not None:
+        return deployment.num_processes
+    processes = default_processes(deployment.device, count_gpus())
+    _check_processes(config, processes, "one per GPU" if processes > 1 else "default")
+    return processes
+
+
+def _check_processes(config: SFTConfig, processes: int, origin: str) -> None:
+    with_values(config, {"deployment.num_processes": processes}, origin=origin, prog="sft")
+
+
+def _prepare(config: SFTConfig, folder: RunFolder) -> tuple[Path, Path]:
+    """Check, clean and create the run folder; returns the configuration's file and the attempt's folder."""
+    run_folder.check_usable(folder, resume=config.resume is not None, clean=config.clean)
+    run_folder.check_writable(folder)
+    if config.clean:
+        foreign = run_folder.clean_run(folder)
+        if foreign:
+            print(
+                f"note: kept by --clean, not written by a run: {', '.join(map(str, foreign))}",
+                file=sys.stderr,
+            )
+    path = run_folder.write_config(folder, _resolved(config))
+    return path, run_folder.new_attempt(folder)
+
+
+def _resolved(config: SFTConfig) -> str:
+    # `clean` is an act of one command, not a property of the run: read back, it would delete what it
+    # documents.
+    return to_toml(
+        config.model_copy(update={"clean": False}),
+        header="Resolved configuration; run it with `sft @ THIS_FILE`.",
+    )
+
+
+def _dry_run(config: SFTConfig, folder: RunFolder) -> int:
+    """Write the resolved configuration and say what a real run would do with the folder."""
+    _number_of_processes(config)
+    name = "sft.toml"
+    try:
+        run_folder.check_usable(folder, resume=False, clean=False)
+    except RunFolderError as error:
+        name = "dry_run.toml"  # config/sft.toml is that of the run in the folder
+        if config.resume is None and not config.clean:
+            print(f"note: without --dry-run this would be refused: {error}", file=sys.stderr)
+    path = run_folder.write_config(folder, _resolved(config), name)
+    print(f"the configuration is valid; resolved: {path}")
+    return EXIT_OK
+
+
+def _run_as_rank(config: SFTConfig, folder: RunFolder, outer: OuterRank) -> int:
+    """Run as one rank of an outer torchrun. Only rank 0 decides about the folder and writes there."""
+    asked = config.deployment.num_processes
+    if asked is not None and asked != outer.local_world_size:
+        raise ConfigError(
+            f"deployment.num_processes = {asked}, but torchrun started {outer.local_world_size} processes on "
+            f"this machine; remove deployment.num_processes or start torchrun with --nproc-per-node {asked}"
+        )
+    _check_processes(
+        config.model_copy(
+            update={"deployment": config.deployment.model_copy(update={"num_processes": None})}
+        ),
+        outer.world_size,
+        "WORLD_SIZE of torchrun",
+    )
+    return _train_here(*_prepare_as_rank(config, folder, outer))
+
+
+def _prepare_as_rank(config: SFTConfig, folder: RunFolder, outer: OuterRank) -> tuple[Path, Path]:
+    """The configuration's file and the attempt's folder, which rank 0 creates and the others wait for."""
+    if outer.rank != 0:
+        attempt = _attempt_of_rank_0(folder, outer)
+        return folder.config / "sft.toml", attempt
+    config_path, attempt = _prepare(config, folder)
+    partial = attempt / "outer.partial"
+    partial.write_text(json.dumps({"launch_id": outer.launch_id}))
+    partial.replace(attempt / "outer.json")  # the others read it as soon as it is there
+    return config_path, attempt
+
+
+def _attempt_of_rank_0(folder: RunFolder, outer: OuterRank) -> Path:
+    """The attempt's folder that rank 0 of this launch creates.
+
+    Raises:
+        RunFolderError: it does not appear within a minute.
+    """
+    started = time.time()
+    while time.time() < started + _PEER_SECONDS:
+        for path in sorted(
+            folder.logs.glob("attempt_*/outer.json"), key=lambda path: path.stat().st_mtime, reverse=True
+        ):
+            # An earlier launch may have had the same address and port: its folder is older than this process.
+            if (
+                path.stat().st_mtime > started - _PEER_SECONDS
+                and json.loads(path.read_text())["launch_id"] == outer.launch_id
+            ):
+                return path.parent
+        time.sleep(0.1)
+    raise RunFolderError(
+        f"rank 0 made no attempt folder in {folder.logs} within {_PEER_SECONDS:g} s. Either it failed "
+        "(see its output), or output_dir is not on a file system that all machines share"
+    )
+
+
+def _train_here(config_path: Path, attempt: Path) -> int:
+    from trainer.cli import run  # imports torch
+
+    return run(config_path, attempt)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

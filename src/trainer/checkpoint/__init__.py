@@ -1,0 +1,1 @@
+"""Saving and loading the whole state of training; one manager per process."""

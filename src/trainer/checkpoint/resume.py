@@ -1,0 +1,157 @@
+"""Which checkpoint a run goes on from, and what of it is loaded. Decided on rank 0, so that all ranks load
+one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from contract.commit import CommitRecord, ResolvedStep, inspect_step, resolve_step, scan
+from contract.errors import CheckpointError
+from contract.layout import RunFolder
+from trainer.checkpoint.agreement import on_all_ranks
+from trainer.checkpoint.reader import read_config, read_values
+from trainer.config.checkpoint import ResumeConfig
+from trainer.parallel.process import Process
+
+SKIP_FLAGS = {
+    "optimizer": "skip_optimizer",
+    "schedule": "skip_scheduler",
+    "progress": "skip_progress",
+    "data": "skip_data",
+}
+"""The flag of `resume` that leaves a part out."""
+
+_NOT_STATE = ("resume", "clean")
+"""Sections of the configuration that say how a run starts, not what it is."""
+
+_SHOWN_CHANGES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePlan:
+    """What `CheckpointManager.load` will do.
+
+    Attributes:
+        saved_parts: names of the parts that the checkpoint holds.
+        skipped: parts left out because a flag of `resume` says so.
+        warnings: newer steps that cannot be used, and why.
+        changes: settings that differ from those of the run that wrote it, `key: old -> new`.
+    """
+
+    step: int
+    path: Path
+    record: CommitRecord
+    saved_parts: tuple[str, ...]
+    skipped: tuple[str, ...]
+    warnings: tuple[str, ...]
+    changes: tuple[str, ...]
+
+    def lines(self) -> list[str]:
+        """The plan in words, for the start-up summary."""
+        loaded = [name for name in self.saved_parts if name not in self.skipped]
+        lines = [f"resumes step {self.step} of {self.path} (written by {_count(self.record.world_size)})"]
+        lines.append(f"loads {', '.join(loaded)}")
+        if self.skipped:
+            lines.append(f"starts afresh: {', '.join(self.skipped)}")
+        lines += [f"warning: {warning}" for warning in self.warnings]
+        if self.changes:
+            lines.append(f"settings changed since: {'; '.join(self.changes)}")
+        return lines
+
+
+def plan_resume(
+    resume: ResumeConfig, folder: RunFolder, process: Process, resolved_config: Mapping[str, Any]
+) -> ResumePlan:
+    """Choose the step and say what of it will be loaded; collective, loads nothing.
+
+    Args:
+        resolved_config: the configuration of this run, JSON values.
+
+    Raises:
+        CheckpointError: there is nothing to resume, or what `resume` names cannot be loaded; raised on every
+            rank.
+    """
+    plans = on_all_ranks(
+        process.control_group,
+        "cannot resume",
+        lambda: _plan(resume, folder, resolved_config) if process.is_main else None,
+    )
+    assert plans[0] is not None
+    return plans[0]
+
+
+def state_config(resolved_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a configuration that belongs to the run's state, and is stored in its checkpoints."""
+    return {key: value for key, value in resolved_config.items() if key not in _NOT_STATE}
+
+
+def _plan(resume: ResumeConfig, folder: RunFolder, resolved_config: Mapping[str, Any]) -> ResumePlan:
+    if resume.dir is not None:
+        chosen = _resolve_folder(resume.dir.expanduser())
+    else:
+        found = resolve_step(folder.checkpoints, resume.step, components=("trainer",))
+        if found is None:
+            raise CheckpointError(
+                f"resume is set, but {folder.checkpoints} holds no checkpoint; remove `--resume` to start a "
+                "new run, or name a checkpoint of another run with resume.dir"
+            )
+        chosen = found
+    path = chosen.entry.path
+    skipped = tuple(part for part, flag in SKIP_FLAGS.items() if getattr(resume, flag))
+    return ResumePlan(
+        step=chosen.entry.step,
+        path=path,
+        record=chosen.record,
+        saved_parts=tuple(read_values(path)),
+        skipped=skipped,
+        warnings=chosen.warnings,
+        changes=_changes(read_config(path), state_config(resolved_config)),
+    )
+
+
+def _resolve_folder(path: Path) -> ResolvedStep:
+    """One step folder; or a checkpoints or run folder that holds exactly one step that can be loaded."""
+    if not path.is_dir():
+        raise CheckpointError(f"resume.dir = {str(path)!r}: there is no such folder")
+    checkpoints = next((place for place in (path, path / "checkpoints") if scan(place)), None)
+    if checkpoints is not None:
+        steps = [entry.step for entry in scan(checkpoints) if entry.state == "committed"]
+        if len(steps) > 1:
+            raise CheckpointError(
+                f"resume.dir = {str(path)!r} holds several checkpoints (steps {', '.join(map(str, steps))}); "
+                f"name one of them, e.g. {str(checkpoints / f'step_{steps[-1]}')!r}"
+            )
+        resolved = resolve_step(checkpoints, components=("trainer",))
+        assert resolved is not None
+        return resolved
+    entry = inspect_step(path)
+    if entry.problem is not None or entry.record is None:
+        raise CheckpointError(f"resume.dir = {str(path)!r} cannot be loaded: {entry.problem}")
+    return ResolvedStep(entry, entry.record, ())
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
+    old, new = _flatten(before), _flatten(now)
+    changed = [
+        key for key in sorted(old.keys() | new.keys()) if old.get(key, "unset") != new.get(key, "unset")
+    ]
+    told = [f"{key}: {old.get(key, 'unset')} -> {new.get(key, 'unset')}" for key in changed[:_SHOWN_CHANGES]]
+    return (*told, f"{len(changed) - _SHOWN_CHANGES} more") if len(changed) > _SHOWN_CHANGES else tuple(told)
+
+
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _count(world_size: int) -> str:
+    return "1 process" if world_size == 1 else f"{world_size} processes"

@@ -1,0 +1,107 @@
+"""One training process from its configuration file to its exit code.
+
+Owns the order of opening and closing: signals, process group, run; and the exit record that the launcher
+    reads.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from contract.attempt import record_exit, register_rank
+from contract.errors import EXIT_FAILURE, EXIT_OK, EXIT_SIGNAL_BASE, TailraceError
+from contract.layout import RunFolder
+from contract.settings.load import load_settings
+from telemetry.format import format_duration
+from telemetry.log import configure_logging, report_error
+from trainer.build import Run, build_sft, run_folder
+from trainer.config import SFTConfig
+from trainer.loop import Outcome
+from trainer.parallel.process import open_process
+from trainer.parallel.stop import StopRequest, handle_signals
+
+logger = logging.getLogger(__name__)
+
+
+def run(config_path: Path, attempt_dir: Path) -> int:
+    """Train as this rank; the exit code is 0, or that of the error or signal that ended the run.
+
+    Args:
+        config_path: resolved configuration of the run.
+        attempt_dir: `logs/attempt_K` of this launch.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    register_rank(attempt_dir, rank)
+    config = load_settings(SFTConfig, ["@", str(config_path)], prog="trainer", description="").settings
+    log_file = attempt_dir / f"trainer_{rank}.log"
+    configure_logging(config.log.level, rank=rank, log_file=log_file, console=True)
+    attempt = int(attempt_dir.name.rpartition("_")[2])
+
+    def on_immediate_end(code: int) -> None:
+        record_exit(attempt_dir, rank, code, "ended at once by a second signal")
+
+    def record(error: BaseException) -> None:
+        code = error.exit_code if isinstance(error, TailraceError) else EXIT_FAILURE
+        record_exit(attempt_dir, rank, code, f"{error}" or type(error).__name__)
+
+    with handle_signals(on_immediate_end) as stop:
+        try:
+            code = _train(config, run_folder(config), attempt, stop, record)
+        except BaseException as error:  # the exit record and the one message must come of every end
+            record(error)
+            return report_error(error, debug=config.log.level == "debug")
+        record_exit(attempt_dir, rank, code, "")
+        return code
+
+
+def _train(
+    config: SFTConfig,
+    folder: RunFolder,
+    attempt: int,
+    stop: StopRequest,
+    on_error: Callable[[BaseException], None],
+) -> int:
+    deployment = config.deployment
+    with open_process(
+        deployment.device,
+        num_threads=deployment.num_threads,
+        timeout_seconds=deployment.collective_timeout_seconds,
+    ) as process:
+        with ExitStack() as stack:
+            try:
+                run = build_sft(config, process, stop, folder, attempt, stack)
+                outcome = run.loop.fit()
+            except BaseException as error:
+                # Before anything is closed: peers that lose their connection to this rank must not seem
+                # the first to fail.
+                on_error(error)
+                raise
+            run.console.finish(_end_summary(run, outcome, folder))
+        # The first rank that exits makes torchrun end the others: leave together, after everything is closed.
+        process.barrier()
+    return EXIT_SIGNAL_BASE + outcome.signum if outcome.signum else EXIT_OK
+
+
+def _end_summary(run: Run, outcome: Outcome, folder: RunFolder) -> dict[str, str]:
+    state, values = run.state, run.reporter.last_values
+    rows = {"steps": f"{state.step:,} of {run.total_steps:,} ({outcome.steps_done:,} in this attempt)"}
+    if not outcome.steps_done and not outcome.signum:
+        rows["steps"] += ": the run was complete already, nothing was trained"
+    rows["tokens"] = f"{state.num_tokens:,}"
+    for name, title in (("loss", "last loss"), ("validation/loss", "validation loss")):
+        value = values.get(name)
+        if value is not None:
+            rows[title] = f"{value:.4f}"
+    if state.num_skipped:
+        rows["skipped updates"] = (
+            f"{state.num_skipped:,} (loss or gradient was not finite, or no token had a loss)"
+        )
+    rows["time"] = format_duration(run.seconds())
+    rows["folder"] = str(folder.root)
+    if outcome.signum:
+        rows["ended"] = "by a signal; go on with --resume"
+    return rows

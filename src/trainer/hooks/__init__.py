@@ -1,0 +1,1 @@
+"""What happens beside the update: validation, export, samples, profiling, housekeeping."""

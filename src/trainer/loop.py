@@ -1,0 +1,193 @@
+"""The training loop, the same for every kind of training.
+
+One iteration is one optimizer update. What differs between kinds of training is in the source, the objective
+and the hooks; the loop never asks which they are. Every method is collective.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from contract.batch import StepBatch
+from contract.errors import NonFiniteError
+from telemetry.spans import Spans
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.engine import Engine
+from trainer.hooks.base import Hook
+from trainer.optimizer.schedule import Schedule
+from trainer.parallel.process import Process
+from trainer.parallel.stop import StopRequest
+from trainer.source.base import Source
+from trainer.state import TrainState
+
+logger = logging.getLogger(__name__)
+
+Values = Mapping[str, float | int | None]
+
+
+class Reporter(Protocol):
+    """Takes the metrics of the loop."""
+
+    def report(self, state: TrainState, values: Values, batch: StepBatch | None) -> None:
+        """Metrics of `state.step`; `batch` is that of the step, or None for what comes beside a step."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended: `signum` is the signal that asked for the end, or 0 if the run is complete."""
+
+    signum: int
+    steps_done: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """Global sums over the micro-batches of one update."""
+
+    denominators: dict[str, float]
+    num_tokens: int
+
+
+class Loop:
+    """Trains until `total_steps`, the end of the data, or a signal."""
+
+    def __init__(
+        self,
+        *,
+        process: Process,
+        engine: Engine,
+        source: Source,
+        checkpoint: CheckpointManager,
+        hooks: Sequence[Hook],
+        reporter: Reporter,
+        stop: StopRequest,
+        state: TrainState,
+        schedule: Schedule,
+        total_steps: int,
+        on_non_finite: Literal["skip", "stop"],
+    ) -> None:
+        self._process = process
+        self._engine = engine
+        self._source = source
+        self._checkpoint = checkpoint
+        self._hooks = hooks
+        self._reporter = reporter
+        self._stop = stop
+        self._state = state
+        self._schedule = schedule
+        self._total_steps = total_steps
+        self._on_non_finite = on_non_finite
+        self._spans = Spans()
+
+    def fit(self) -> Outcome:
+        """Run all steps, then what belongs to the end: the final save and the hooks' last words."""
+        first_step = self._state.step
+        self._stop.arm()
+        self._run_hooks("before_training")
+        signum = self._stop.agree(self._process)
+        while not signum and self._state.step < self._total_steps and self._step():
+            signum = self._stop.agree(self._process)
+        steps_done = self._state.step - first_step
+        if steps_done:
+            # A run that was complete already, or was stopped before its first step, has nothing new to save.
+            self._save(last=True)
+        if not signum:
+            self._run_hooks("finish")
+        return Outcome(signum, steps_done)
+
+    def _step(self) -> bool:
+        """One update; False if there is no more data."""
+        self._spans.restart()
+        self._checkpoint.raise_if_failed()
+        with self._spans.span("data"):
+            batch = self._source.next_step()
+        counts = self._agree_on_counts(batch)
+        if batch is None or counts is None:
+            return False
+        values = self._update(batch, counts)
+        times = self._spans.collect()
+        self._reporter.report(self._state, {**values, **times}, batch)
+        self._save(last=False)
+        self._run_hooks("after_step")
+        return True
+
+    def _agree_on_counts(self, batch: StepBatch | None) -> _Counts | None:
+        """Global counts of trainable tokens per component, or None if the data is exhausted."""
+        components = self._engine.components
+        micro_batches = batch.micro_batches if batch is not None else ()
+        local = [float(batch is not None), float(sum(item.num_tokens for item in micro_batches))]
+        local += [float(sum(item.count_trainable(name) for item in micro_batches)) for name in components]
+        num_ready, num_tokens, *counts = self._process.all_sum(local)
+        if num_ready != self._process.world_size:
+            # A rank without data cannot join the collectives of this update, so nobody starts it.
+            assert num_ready == 0, (
+                f"{num_ready:.0f} of {self._process.world_size} ranks have data for this step"
+            )
+            return None
+        return _Counts(dict(zip(components, counts, strict=True)), int(num_tokens))
+
+    def _update(self, batch: StepBatch, counts: _Counts) -> dict[str, float | int | None]:
+        """Forward, backward, the finite check and the update; returns the metrics of the step."""
+        lr_factor = self._schedule(self._state.schedule_step + 1)
+        # A component without any token has no loss to divide.
+        denominators = {name: max(1.0, count) for name, count in counts.denominators.items()}
+        with self._spans.span("forward_backward"):
+            sums = self._engine.forward_backward(batch.micro_batches, denominators)
+        with self._spans.span("update"):
+            names = sorted(sums)
+            reported = dict(zip(names, self._process.all_sum([sums[name] for name in names]), strict=True))
+            grad_norm = self._engine.grad_norm()
+            # Both numbers are global, so all ranks take the same branch.
+            is_finite = math.isfinite(reported["loss"]) and math.isfinite(grad_norm)
+            is_empty = not any(counts.denominators.values())
+            if is_finite and not is_empty:
+                self._engine.update(lr_factor, grad_norm)
+            else:
+                self._skip(batch, is_empty=is_empty, loss=reported["loss"], grad_norm=grad_norm)
+        self._state.advance(
+            num_tokens=counts.num_tokens, num_samples=batch.num_samples, skipped=is_empty or not is_finite
+        )
+        return {
+            **reported,
+            **batch.metrics,
+            **{f"tokens/{name}": count for name, count in counts.denominators.items()},
+            "grad_norm": grad_norm,
+            "lr_factor": lr_factor,
+            "epoch": batch.epoch,
+            "step_tokens": counts.num_tokens,
+            "total_tokens": self._state.num_tokens,
+            "total_samples": self._state.num_samples,
+            "skipped_updates": self._state.num_skipped,
+        }
+
+    def _skip(self, batch: StepBatch, *, is_empty: bool, loss: float, grad_norm: float) -> None:
+        self._engine.discard()
+        step = self._state.step + 1
+        if is_empty:
+            logger.warning(
+                "step %d: no token of its %d samples carries loss; update skipped", step, batch.num_samples
+            )
+            return
+        message = f"step {step}: loss {loss} with gradient norm {grad_norm} is not finite"
+        if self._on_non_finite == "stop":
+            raise NonFiniteError(
+                f"{message}; no weight was changed. Lower optimizer.lr, or set optimizer.on_non_finite = "
+                f"'skip'"
+            )
+        logger.warning("%s; update skipped on all ranks", message)
+
+    def _save(self, *, last: bool) -> None:
+        seconds = self._checkpoint.save_if_due(self._state.step, last=last)
+        if seconds is not None:
+            self._reporter.report(self._state, {"time/save_ckpt": seconds}, None)
+
+    def _run_hooks(self, event: Literal["before_training", "after_step", "finish"]) -> None:
+        for hook in self._hooks:
+            values = getattr(hook, event)(self._state)
+            if values:
+                self._reporter.report(self._state, values, None)

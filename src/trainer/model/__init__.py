@@ -1,0 +1,1 @@
+"""Building, sharding-ready models; reading and writing Hugging Face weights."""

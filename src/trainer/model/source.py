@@ -1,0 +1,189 @@
+"""Where a model comes from: Hub id, folder, GGUF file or a file inside a Python package; ends in one local
+folder.
+
+Whatever the origin, `ModelSource.folder` is a Hugging Face folder (config, tokenizer, safetensors in any
+number of shards). GGUF files are dequantised once to float32 into a cache folder keyed by the file's content.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from contract.errors import ModelError
+from trainer.config.model import ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "*.py", "*.tiktoken"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model as files on this machine.
+
+    Attributes:
+        name: as the user wrote it.
+        folder: Hugging Face folder.
+    """
+
+    name: str
+    folder: Path
+
+
+def resolve_model(config: ModelConfig) -> ModelSource:
+    """Find the model's files, fetching or converting them if needed. Safe to call from several processes at
+    once.
+
+    Raises:
+        ModelError: there is no such file, folder, package or Hub repository, or it holds no usable weights.
+    """
+    name = config.name
+    if name.startswith("package:"):
+        path = _package_file(name)
+    else:
+        path = Path(name).expanduser()
+        looks_local = name.startswith(("/", ".", "~")) or name.endswith(".gguf") or name.count("/") > 1
+        if not path.exists():
+            if looks_local:
+                raise ModelError(f"model.name = {name!r}: no such file or folder on this machine")
+            return ModelSource(name, _fetch_from_hub(config))
+    if path.suffix == ".gguf":
+        return ModelSource(name, _dequantize(path))
+    if not (path / "config.json").is_file():
+        raise ModelError(
+            f"model.name = {name!r}: {path} holds no config.json; name a Hugging Face folder or .gguf file"
+        )
+    return ModelSource(name, path)
+
+
+def load_model_config(config: ModelConfig, source: ModelSource) -> PretrainedConfig:
+    """The architecture's configuration.
+
+    Raises:
+        ModelError: transformers does not know the architecture, or needs `model.trust_remote_code`.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(source.folder, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"model.name = {config.name!r}: its configuration cannot be read: {error}"
+        ) from error
+
+
+def load_tokenizer(config: ModelConfig, source: ModelSource) -> PreTrainedTokenizerBase:
+    """The tokenizer, with the chat template that `model.chat_template` sets.
+
+    Raises:
+        ModelError: there is no usable tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    origin: str | Path = config.tokenizer or source.folder
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(origin, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"the tokenizer of {str(origin)!r} cannot be loaded: {error}; set model.tokenizer"
+        ) from error
+    if config.chat_template is not None:
+        template = Path(config.chat_template)
+        is_file = "{" not in config.chat_template
+        if is_file and not template.is_file():
+            raise ModelError(
+                f"model.chat_template = {config.chat_template!r}: no such file, and not a Jinja template"
+            )
+        tokenizer.chat_template = template.read_text() if is_file else config.chat_template
+    return tokenizer
+
+
+def _package_file(name: str) -> Path:
+    package, separator, file = name.removeprefix("package:").partition("/")
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    if not separator or spec is None or not spec.submodule_search_locations:
+        raise ModelError(
+            f"model.name = {name!r}: Python package {package!r} is not installed (or the name is not "
+            f"package:NAME/FILE); "
+            "install it, e.g. `uv sync --group quickstart` for the quickstart model"
+        )
+    path = Path(spec.submodule_search_locations[0]) / file
+    if not path.exists():
+        raise ModelError(f"model.name = {name!r}: package {package!r} holds no file {file!r}")
+    return path
+
+
+def _fetch_from_hub(config: ModelConfig) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(config.name, revision=config.revision, allow_patterns=_HUB_FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(
+            f"model.name = {config.name!r} is no local file or folder, and cannot be fetched from the Hub: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if config.init == "pretrained" and not any(folder.glob("*.safetensors")):
+        raise ModelError(f"model.name = {config.name!r}: the repository holds no .safetensors weights")
+    return folder
+
+
+def _cache_folder() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "tailrace" / "models"
+
+
+def _dequantize(file: Path) -> Path:
+    digest = xxhash.xxh3_128()
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 22):
+            digest.update(block)
+    target = _cache_folder() / f"{file.stem}-{digest.hexdigest()[:16]}"
+    if (target / "config.json").is_file():
+        return target
+    logger.info("converting %s to float32 safetensors in %s (once)", file.name, target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
+    try:
+        _convert_gguf(file, scratch)
+        try:
+            scratch.rename(target)
+        except OSError:
+            # Another process was faster; the content is the same.
+            if not (target / "config.json").is_file():
+                raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def _convert_gguf(file: Path, target: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    arguments: dict[str, Any] = {"gguf_file": file.name}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            file.parent, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32, **arguments
+        )
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, **arguments)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelError(f"{file} cannot be read as a GGUF causal language model: {error}") from error
+    # The weights are plain float32 now; a leftover note of the quantisation would mislead every reader.
+    if hasattr(model.config, "quantization_config"):
+        delattr(model.config, "quantization_config")
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)

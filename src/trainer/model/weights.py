@@ -1,0 +1,182 @@
+"""Reading Hugging Face weights into the shards of a model that was built on the meta device.
+
+Each rank reads only its own slice of every tensor, straight from the safetensors files. Models whose
+checkpoint names differ from their module names (transformers converts them while loading) and random
+initialisation go through a full copy on the host instead, behind the same interface.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from contract.errors import ModelError
+from trainer.model.causal_lm import CausalLM
+
+logger = logging.getLogger(__name__)
+
+Slices = tuple[slice, ...]
+
+
+class WeightReader(Protocol):
+    """Random access to full tensors by Hugging Face name."""
+
+    def names(self) -> set[str]:
+        """Names that can be read."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Full shape."""
+        ...
+
+    def read(self, name: str, slices: Slices) -> torch.Tensor:
+        """A part of a tensor."""
+        ...
+
+
+class SafetensorsReader:
+    """Reads slices from the `.safetensors` files of a folder; opens each file once.
+
+    Raises:
+        ModelError: the folder holds no weights, or its index names files that are missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        else:
+            files = sorted(path.name for path in folder.glob("*.safetensors"))
+        missing = [file for file in files if not (folder / file).is_file()]
+        if not files or missing:
+            raise ModelError(
+                f"{folder} holds no complete safetensors weights (missing: {', '.join(missing) or 'all'})"
+            )
+        self._handles: dict[str, Any] = {}
+        for file in files:
+            try:
+                handle = safe_open(folder / file, framework="pt", device="cpu")
+            except Exception as error:  # safetensors raises its own type for damaged files
+                raise ModelError(f"{folder / file} cannot be read: {error}") from error
+            self._handles.update(dict.fromkeys(handle.keys(), handle))
+
+    def names(self) -> set[str]:
+        """See `WeightReader`."""
+        return set(self._handles)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `WeightReader`."""
+        return tuple(self._handles[name].get_slice(name).get_shape())
+
+    def read(self, name: str, slices: Slices) -> torch.Tensor:
+        """See `WeightReader`."""
+        return self._handles[name].get_slice(name)[slices] if slices else self._handles[name].get_tensor(name)
+
+
+class TensorReader:
+    """Reads from full tensors in memory."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def names(self) -> set[str]:
+        """See `WeightReader`."""
+        return set(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `WeightReader`."""
+        return tuple(self._tensors[name].shape)
+
+    def read(self, name: str, slices: Slices) -> torch.Tensor:
+        """See `WeightReader`."""
+        return self._tensors[name][slices]
+
+
+def open_weights(
+    folder: Path, needed: set[str], load_converted: Callable[[], Mapping[str, torch.Tensor]]
+) -> WeightReader:
+    """The reader for a model's weights: slices of files, or `load_converted()` where names do not match."""
+    reader = SafetensorsReader(folder)
+    missing = needed - reader.names()
+    if not missing:
+        return reader
+    logger.info(
+        "%d of %d weights have other names in the files (e.g. %s): loading a full copy on the host to "
+        "convert them",
+        len(missing), len(needed), min(missing),
+    )  # fmt: skip
+    return TensorReader(load_converted())
+
+
+@torch.no_grad()
+def materialize(model: CausalLM, reader: WeightReader, device: torch.device) -> None:
+    """Allocate the shards of a meta-device model on `device` and fill them; recompute buffers.
+
+    Raises:
+        ModelError: a weight is missing or has another shape.
+    """
+    needed = model.logical_state()
+    absent = sorted(set(needed) - reader.names())
+    if absent:
+        raise ModelError(f"{len(absent)} weights are missing from the files, e.g. {', '.join(absent[:3])}")
+    state: dict[str, torch.Tensor] = {}
+    for name, item in needed.items():
+        if reader.shape(name) != tuple(item.shape):
+            raise ModelError(
+                f"{name} has shape {reader.shape(name)} in the files, but the model needs {tuple(item.shape)}"
+            )
+        shard = _read_shard(reader, name, item, device)
+        state[name] = nn.Parameter(shard, item.requires_grad) if isinstance(item, nn.Parameter) else shard
+    _assign(model, state)
+    _rebuild_buffers(model, device)
+
+
+def _read_shard(reader: WeightReader, name: str, like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if not isinstance(like, DTensor):
+        return reader.read(name, tuple(slice(0, size) for size in like.shape)).to(
+            device, like.dtype, copy=True
+        )
+    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    slices = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    local = torch.empty(shape, dtype=like.dtype, device=device)
+    if local.numel():
+        local.copy_(reader.read(name, slices))
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def _assign(model: CausalLM, state: Mapping[str, torch.Tensor]) -> None:
+    """Put the tensors in place; modules that shared a parameter (tied weights) share the new one."""
+    by_old = {id(old): state[name] for name, old in model.logical_state().items()}
+    full = {name: by_old[id(old)] for name, old in model.state_dict(keep_vars=True).items()}
+    model.load_state_dict(full, strict=False, assign=True)
+    left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    assert not left, f"parameters left without storage: {left}"
+
+
+def _rebuild_buffers(model: CausalLM, device: torch.device) -> None:
+    """Give the buffers that no file holds storage and their initial value, by the model's own initialiser.
+
+    These are rotary tables, above all. Persistent buffers have their values from the files by now.
+    """
+    for parameter in model.parameters():
+        # transformers' initialisers leave flagged parameters alone.
+        parameter._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue]
+    for module in model.lm.modules():
+        owned = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        for name in owned:
+            buffer = module._buffers[name]
+            assert buffer is not None
+            module._buffers[name] = torch.empty_like(buffer, device=device)
+        if owned:
+            model.lm._init_weights(module)

@@ -1,0 +1,1 @@
+"""Losses over packed rows, normalised by global token counts."""

@@ -1,0 +1,1 @@
+"""Processes, device mesh, sharding and the collectives that the loop needs."""

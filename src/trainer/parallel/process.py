@@ -1,0 +1,106 @@
+"""This process among its peers: rank, device, process groups, and decisions that all ranks take together.
+
+Every group has a time limit: a gloo peer of a dead process would otherwise wait for hours.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from trainer.parallel.device import Device, open_device
+
+
+@dataclass(slots=True)
+class Process:
+    """One rank.
+
+    Attributes:
+        background_group: gloo group that only background writes and their decisions use, so that they never
+            meet a collective of the training step.
+        control_group: gloo group for small host-side decisions of the training thread.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    device: Device
+    timeout: timedelta
+    control_group: dist.ProcessGroup = field(repr=False)
+    background_group: dist.ProcessGroup = field(repr=False)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank prints, and writes the files that exist once."""
+        return self.rank == 0
+
+    def all_sum(self, values: list[float]) -> list[float]:
+        """Sum of each value over ranks, in float64: exact for counts up to 2**53."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, group=self.control_group)
+        return tensor.tolist()
+
+    def all_max(self, value: float) -> float:
+        """Greatest value over ranks; how one rank's signal becomes a decision of all."""
+        tensor = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control_group)
+        return float(tensor.item())
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        dist.barrier(group=self.control_group)
+
+
+@contextmanager
+def open_process(device: str, *, num_threads: int | None, timeout_seconds: float) -> Iterator[Process]:
+    """Join the process group that torchrun describes in the environment, or form a group of one without it.
+
+    Args:
+        device: `auto`, `cpu` or `cuda`.
+        num_threads: CPU threads of this process; None divides the cores among the machine's processes.
+        timeout_seconds: longest wait for a peer in a collective.
+
+    Raises:
+        ConfigError: the device does not exist.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+    own_device = open_device(device, local_rank, num_threads, local_world_size)
+    timeout = timedelta(seconds=timeout_seconds)
+    if world_size == 1:
+        # A store inside the process: a run of one needs no port and no file.
+        dist.init_process_group(
+            own_device.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
+    else:
+        dist.init_process_group(own_device.backend, timeout=timeout)
+    try:
+        control_group = _new_group(timeout)
+        background_group = _new_group(timeout)
+        yield Process(
+            rank,
+            local_rank,
+            world_size,
+            local_world_size,
+            own_device,
+            timeout,
+            control_group,
+            background_group,
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+def _new_group(timeout: timedelta) -> dist.ProcessGroup:
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
