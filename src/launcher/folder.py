@@ -12,7 +12,7 @@ from pathlib import Path
 from contract.errors import RunFolderError
 from contract.layout import RunFolder
 
-_STEP = re.compile(r"step_\d+(\.partial)?")
+_STEP = re.compile(r"step_\d+(\.partial)?(\.old)?|superseded(_\d+)?")
 _ATTEMPT = re.compile(r"attempt_(\d+)")
 _OWN_FOLDERS = ("config", "traces", "tensorboard", "wandb", "broadcasts", "rollouts")
 _COMPLETE = "complete.json"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -16,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from contract.errors import EXIT_OK, ConfigError, RunFolderError, TailraceError
+from contract.errors import EXIT_OK, EXIT_SIGNAL_BASE, ConfigError, RunFolderError, TailraceError
 from contract.layout import RunFolder
 from contract.settings.dump import to_toml
 from contract.settings.load import Loaded, load_settings, with_values
@@ -25,6 +26,7 @@ from launcher.devices import count_gpus, default_processes
 from launcher.processes import launch
 from launcher.spec import LaunchSpec, num_cores
 from trainer.config import SFTConfig
+from trainer.config.data import ChatSourceConfig
 
 _DESCRIPTION = "Supervised fine-tuning of a causal language model, on one CPU or many GPUs."
 _PEER_SECONDS = 60.0
@@ -68,6 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        # The trainer and the launcher of several processes take signals over when they begin.
+        print("ended by SIGINT before training began", file=sys.stderr)
+        return EXIT_SIGNAL_BASE + signal.SIGINT
 
 
 def _run(loaded: Loaded[SFTConfig], outer: OuterRank | None) -> int:
@@ -119,6 +125,7 @@ def _prepare(config: SFTConfig, folder: RunFolder) -> tuple[Path, Path]:
     """Check, clean and create the run folder; returns the configuration's file and the attempt's folder."""
     run_folder.check_usable(folder, resume=config.resume is not None, clean=config.clean)
     run_folder.check_writable(folder)
+    _check_inputs(config)
     if config.clean:
         foreign = run_folder.clean_run(folder)
         if foreign:
@@ -128,6 +135,23 @@ def _prepare(config: SFTConfig, folder: RunFolder) -> tuple[Path, Path]:
             )
     path = run_folder.write_config(folder, _resolved(config))
     return path, run_folder.new_attempt(folder)
+
+
+def _check_inputs(config: SFTConfig) -> None:
+    """Refuse local paths that lead nowhere, before `clean` deletes a run. The trainer looks closer.
+
+    Raises:
+        DataError, ModelError: there is no such file or folder.
+    """
+    from trainer.model.source import resolve_model
+    from trainer.source.reading import open_rows
+
+    for section, source in (("data", config.data), ("validation", config.validation)):
+        if isinstance(source, ChatSourceConfig) and source.is_local:
+            open_rows(source, section=section)
+    is_local = config.model.name.startswith(("/", ".", "~"))
+    if is_local and not config.model.name.endswith(".gguf"):  # which would be converted here
+        resolve_model(config.model)
 
 
 def _resolved(config: SFTConfig) -> str:

@@ -27,29 +27,30 @@ def on_all_ranks(group: dist.ProcessGroup, what: str, action: Callable[[], T]) -
         CheckpointError: `action` raised on some rank; raised on every rank, and says on which and why.
     """
     failure: BaseException | None = None
-    mine: tuple[str | None, T | None]
+    result: T | None = None
+    reasons: dict[int, str] = {}
     try:
-        mine = (None, action())
-    except FAILURES as error:
-        failure, mine = error, (explain(error), None)
+        result = action()
+    except CheckpointException as error:
+        # DCP has agreed already: every rank holds the failures of all.
+        failure, reasons = error, {rank: explain(cause) for rank, (cause, _) in error.failures.items()}
+    except Exception as error:
+        failure, reasons = error, {dist.get_rank(group): explain(error)}
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
-    reasons = {rank: reason for rank, (reason, _) in enumerate(everyone) if reason is not None}
+    dist.all_gather_object(everyone, (reasons, result), group=group)
+    for of_rank, _ in everyone:
+        reasons = of_rank | reasons
     if reasons:
-        # An error that DCP has told every rank already is said once.
-        distinct = {reason: rank for rank, reason in reversed(reasons.items())}
-        listed = sorted((rank, reason) for reason, rank in distinct.items())
         several = len(everyone) > 1
-        told = "; ".join(f"rank {rank}: {reason}" if several else reason for rank, reason in listed)
-        raise CheckpointError(f"{what}: {told}") from failure
+        told = [f"rank {rank}: {reason}" if several else reason for rank, reason in sorted(reasons.items())]
+        raise CheckpointError(f"{what}: {'; '.join(told)}") from failure
     return [result for _, result in everyone]
 
 
 def explain(error: BaseException) -> str:
-    """One line that says what went wrong, down to the cause on the rank where it happened."""
+    """One line that says what went wrong."""
     if isinstance(error, CheckpointException):
-        causes = {explain(cause): rank for rank, (cause, _) in reversed(error.failures.items())}
-        return "; ".join(cause for cause, _ in sorted(causes.items(), key=lambda item: item[1]))
+        return "; ".join(explain(cause) for cause, _ in error.failures.values())
     if isinstance(error, OSError):
         name = f" ({error.filename})" if error.filename else ""
         hint = {

@@ -174,8 +174,6 @@ class LocalTensorWriter(FileSystemWriter, TensorWriter):
 
     def _raise_first_error(self) -> None:
         if self.fs.errors:
-            # Only the first one is the cause: a failed write makes the serialiser above it fail in its own
-            # way.
             raise self.fs.errors[0]
 
 
@@ -199,7 +197,7 @@ class _RecordingFileSystem(FileSystem):
         opened = False
         try:
             with Path(path).open("wb", buffering=1 << 20) as file:
-                stream = _RecordingStream(file, self._checksums, self.errors)
+                stream = _RecordingStream(file, self._checksums)
                 opened = True
                 yield stream
                 file.flush()
@@ -220,20 +218,14 @@ class _RecordingFileSystem(FileSystem):
 class _RecordingStream(io.IOBase):
     """A forward-only binary stream over `file`, which its owner closes."""
 
-    def __init__(self, file: BinaryIO, checksums: bool, errors: list[Exception]) -> None:
+    def __init__(self, file: BinaryIO, checksums: bool) -> None:
         self._file = file
         self._digest = xxhash.xxh3_128() if checksums else None
-        self._errors = errors
         self._size = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         view = memoryview(data).cast("B")
-        try:
-            self._file.write(view)
-        except OSError as error:
-            # The serialiser replaces it by an error of its own, so it is kept here.
-            self._errors.append(error)
-            raise
+        self._file.write(view)
         if self._digest is not None:
             self._digest.update(view)
         self._size += len(view)

@@ -149,6 +149,12 @@ def _build_on_meta(config: ModelConfig, hf_config: PretrainedConfig) -> CausalLM
             f"{type(lm).__name__} does not take attention from outside; set model.attention = 'sdpa' or "
             f"'eager'"
         )
+    softcap = getattr(hf_config.get_text_config(), "attn_logit_softcapping", None)
+    if config.attention == "sdpa" and softcap is not None:
+        raise ModelError(
+            f"{type(lm).__name__} caps its attention scores (attn_logit_softcapping = {softcap}), which "
+            f"model.attention = 'sdpa' leaves out; set 'varlen' or 'eager'"
+        )
     if config.activation_checkpointing == "block" and not lm.supports_gradient_checkpointing:
         raise ModelError(f"{type(lm).__name__} does not support model.activation_checkpointing = 'block'")
     return CausalLM(lm)

@@ -99,8 +99,9 @@ class CausalLM(nn.Module):
     def inference(self) -> Iterator[None]:
         """Forward without gradients or dropout inside.
 
-        The root stays gathered after a forward without backward, and its registered parameters are then the
-        gathered ones; whoever collects parameters next (optimizer, checkpoint) must find the shards again.
+        The root stays gathered after a forward without backward (the blocks too, where they are not resharded
+        after forward), and the registered parameters are then the gathered ones; whoever collects parameters
+        next (optimizer, checkpoint) must find the shards again.
         """
         self.eval()
         try:
@@ -108,8 +109,10 @@ class CausalLM(nn.Module):
                 yield
         finally:
             self.train()
-            if isinstance(self, FSDPModule):
-                self.reshard()
+            # Each unit reshards its own parameters only.
+            for module in self.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
     def blocks(self) -> list[nn.Module]:
         """The decoder blocks, in order: the units of sharding, compilation and activation checkpointing."""

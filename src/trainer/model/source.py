@@ -59,6 +59,11 @@ def resolve_model(config: ModelConfig) -> ModelSource:
             if looks_local:
                 raise ModelError(f"model.name = {name!r}: no such file or folder on this machine")
             return ModelSource(name, _fetch_from_hub(config))
+    if config.revision is not None:
+        raise ModelError(
+            f"model.revision = {config.revision!r} names a version on the Hub, but model.name = {name!r} is "
+            f"found on this machine; remove model.revision"
+        )
     if path.suffix == ".gguf":
         return ModelSource(name, _dequantize(path))
     if not (path / "config.json").is_file():

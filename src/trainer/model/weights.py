@@ -47,13 +47,13 @@ class SafetensorsReader:
     """Reads slices from the `.safetensors` files of a folder; opens each file once.
 
     Raises:
-        ModelError: the folder holds no weights, or its index names files that are missing.
+        ModelError: the folder holds no weights, its index names files that are missing, or a file is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
         index = folder / "model.safetensors.index.json"
         if index.is_file():
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            files = sorted(_files_of(index))
         else:
             files = sorted(path.name for path in folder.glob("*.safetensors"))
         missing = [file for file in files if not (folder / file).is_file()]
@@ -80,6 +80,16 @@ class SafetensorsReader:
     def read(self, name: str, slices: Slices) -> torch.Tensor:
         """See `WeightReader`."""
         return self._handles[name].get_slice(name)[slices] if slices else self._handles[name].get_tensor(name)
+
+
+def _files_of(index: Path) -> set[str]:
+    """Names of the files that an index lists."""
+    try:
+        return set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(
+            f"{index} is damaged ({type(error).__name__}: {error}); fetch the model again"
+        ) from error
 
 
 class TensorReader:

@@ -43,6 +43,11 @@ class ResidentOptimizer:
         }
         self._peak_lr = {group["name"]: float(group["lr"]) for group in self._groups()}
         self._configured = {group["name"]: _options(group) for group in self._groups()}
+        self._kinds = {
+            group["name"]: type(optimizer).__name__
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+        }
 
     def step(self, lr_factor: float) -> None:
         """See `Optimizer`."""
@@ -66,12 +71,13 @@ class ResidentOptimizer:
         }
 
     def values(self) -> dict[str, Any]:
-        """Per group its live options, its peak learning rate, and the options as the configuration set
-        them.
+        """Per group its optimizer, its live options, its peak learning rate, and the options as the
+        configuration set them.
         """
         return {
             "groups": {
                 group["name"]: {
+                    "optimizer": self._kinds[group["name"]],
                     "options": _options(group),
                     "peak_lr": self._peak_lr[group["name"]],
                     "configured": self._configured[group["name"]],
@@ -113,14 +119,15 @@ class ResidentOptimizer:
         """Take over the options of every group, unless the configuration was changed since the save.
 
         Raises:
-            CheckpointError: the groups are others, i.e. the state belongs to another optimizer.
+            CheckpointError: the state belongs to another optimizer, or its groups are others.
         """
         saved = values["groups"]
-        if set(saved) != set(self._configured):
+        then_groups = {name: record["optimizer"] for name, record in saved.items()}
+        if then_groups != self._kinds:
             raise CheckpointError(
-                f"the checkpoint's optimizer has groups {sorted(saved)}, this one "
-                f"{sorted(self._configured)}; keep "
-                "optimizer.type, or leave the state out with resume.skip_optimizer"
+                f"the checkpoint's optimizer has groups {_describe(then_groups)}, this one "
+                f"{_describe(self._kinds)}; keep optimizer.type, or leave the state out with "
+                f"resume.skip_optimizer"
             )
         for group in self._groups():
             record, configured = saved[group["name"]], self._configured[group["name"]]
@@ -148,6 +155,10 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
         for key, item in group.items()
         if key not in _NOT_OPTIONS
     }
+
+
+def _describe(kinds: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} ({kind})" for name, kind in sorted(kinds.items()))
 
 
 def _step_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.device:

@@ -17,8 +17,8 @@ def build_schedule(
 ) -> Schedule:
     """The schedule of a run of `total_steps` updates; beyond them the last value holds.
 
-    Warm-up: update n of `warmup_steps` uses n / warmup_steps. The decay reaches `min_lr_ratio` with the last
-    update.
+    Warm-up: update n of `warmup_steps` uses n / warmup_steps. All updates of the decay are below the peak, and
+    the last one is at `min_lr_ratio`; where the decay is the whole run, its first update is at the peak.
 
     Raises:
         ConfigError: warm-up and decay do not fit into the run.
@@ -32,16 +32,18 @@ def build_schedule(
         )
     if isinstance(config, ConstantScheduleConfig):
         return lambda n: min(1.0, n / warmup) if warmup else 1.0
-    length = decay_steps or total_steps - warmup
-    floor, decay_start = config.min_lr_ratio, total_steps - length
+    floor, decay_start = config.min_lr_ratio, total_steps - (decay_steps or total_steps - warmup)
     is_cosine = isinstance(config, CosineScheduleConfig)
+    # Without anything before the decay the first update has to be the one at the peak.
+    last_at_peak = max(1, decay_start)
 
     def factor(n: int) -> float:
+        n = min(n, total_steps)
         if n <= warmup:
             return n / warmup
-        # The first update of the decay still uses the peak when the decay follows warm-up at once (length - 1
-        # intervals).
-        progress = min(1.0, max(0.0, (n - decay_start - 1) / max(1, length - 1)))
+        if n <= last_at_peak:
+            return 1.0
+        progress = (n - last_at_peak) / (total_steps - last_at_peak)
         shape = 0.5 * (1.0 + math.cos(math.pi * progress)) if is_cosine else 1.0 - progress
         return floor + (1.0 - floor) * shape
 

@@ -179,6 +179,23 @@ def test_removal_deletes_the_whole_step_and_nothing_else(tmp_path: Path) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
 
 
+@pytest.mark.parametrize("beside_a_new_attempt", [True, False])
+def test_a_deletion_that_is_cut_short_leaves_no_step_that_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside_a_new_attempt: bool
+) -> None:
+    def killed(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    step = write_step(tmp_path, 5)
+    if beside_a_new_attempt:
+        write_partial(tmp_path, 5)
+    monkeypatch.setattr("contract.commit.shutil.rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        remove_step(step)
+    assert {entry.state for entry in scan(tmp_path)} == {"uncommitted"}
+    assert not list(tmp_path.rglob("complete.json"))
+
+
 def test_a_step_set_aside_is_whole_and_out_of_the_list(tmp_path: Path) -> None:
     first = set_aside(write_step(tmp_path, 5))
     second = set_aside(write_step(tmp_path, 5))

@@ -248,6 +248,8 @@ def test_steps_of_the_history_that_a_resume_left_are_never_the_latest_again(
     assert [inspect_step(folder.checkpoints / "superseded" / f"step_{step}").state for step in (20, 30)] == [
         "committed"
     ] * 2
+    second.save(30)
+    assert committed(folder) == [10, 20, 30]  # its own steps stay
     third_parts = make_parts(0.0)
     load(folder, process, third_parts)
     assert third_parts["progress"].held_values["history"] == "second"

@@ -1,0 +1,36 @@
+"""What all whole runs share: the warm process, a tiny model and a small data set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.place import Place, write_model, write_rows
+from tests.support.runs import Nursery
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `model/` (with dropout), `still/` (the same without), `train.jsonl` and `held_out.jsonl`."""
+    folder = tmp_path_factory.mktemp("shared")
+    write_model(folder / "model", dropout=0.2)
+    write_model(folder / "still", dropout=0.0)
+    write_rows(folder / "train.jsonl", 22, seed=1)
+    write_rows(folder / "held_out.jsonl", 6, seed=2)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """The warm process."""
+    warm = Nursery(tmp_path_factory.mktemp("output"), tmp_path_factory.mktemp("cache"))
+    yield warm
+    warm.close()
+
+
+@pytest.fixture
+def place(tmp_path: Path, shared: Path, nursery: Nursery) -> Place:
+    """A folder of this test's own, in which it runs `sft`."""
+    return Place(tmp_path, shared, nursery)
