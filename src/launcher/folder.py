@@ -12,10 +12,16 @@ from pathlib import Path
 from contract.errors import RunFolderError
 from contract.layout import RunFolder
 
+try:
+    import fcntl
+except ImportError:  # not a POSIX system
+    fcntl = None
+
 _STEP = re.compile(r"step_\d+(\.partial)?(\.old)?|superseded(_\d+)?")
 _ATTEMPT = re.compile(r"attempt_(\d+)")
 _OWN_FOLDERS = ("config", "traces", "tensorboard", "wandb", "broadcasts", "rollouts")
 _COMPLETE = "complete.json"
+_LOCK = ".lock"
 
 
 def check_usable(folder: RunFolder, *, resume: bool, clean: bool) -> None:
@@ -34,6 +40,30 @@ def check_usable(folder: RunFolder, *, resume: bool, clean: bool) -> None:
         f"Go on with that run: --resume; delete it and start anew: --clean; "
         "keep it and start another: --run-name NAME"
     )
+
+
+@contextmanager
+def lock(folder: RunFolder) -> Iterator[None]:
+    """Hold the run folder for the time inside: two runs in one folder would delete each other's checkpoints.
+
+    The lock ends with the process, however it ends. On systems without `flock` nothing is locked.
+
+    Raises:
+        RunFolderError: a live run holds it, or the folder cannot be written.
+    """
+    with _writable(folder.root):
+        folder.root.mkdir(parents=True, exist_ok=True)
+        file = (folder.root / _LOCK).open("a")
+    with file:
+        if fcntl is not None:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RunFolderError(
+                    f"a run is going on in {folder.root}, and nothing was changed there. Wait for it or "
+                    "end it, or start another: --run-name NAME"
+                ) from None
+        yield
 
 
 def clean_run(folder: RunFolder) -> list[Path]:
@@ -65,7 +95,7 @@ def clean_run(folder: RunFolder) -> list[Path]:
             _delete(folder.root / name)
         # Last, so that a folder that is cleaned by half still counts as one that holds a run.
         folder.metrics.unlink(missing_ok=True)
-        return sorted(folder.root.iterdir())
+        return sorted(entry for entry in folder.root.iterdir() if entry.name != _LOCK)
 
 
 def write_config(folder: RunFolder, text: str, name: str = "sft.toml") -> Path:

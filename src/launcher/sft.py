@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,6 +88,13 @@ def _run(loaded: Loaded[SFTConfig], outer: OuterRank | None) -> int:
     if outer is not None:
         return _run_as_rank(config, folder, outer)
     processes = _number_of_processes(config)
+    run_folder.check_usable(folder, resume=config.resume is not None, clean=config.clean)
+    with run_folder.lock(folder):
+        return _start(config, folder, processes)
+
+
+def _start(config: SFTConfig, folder: RunFolder, processes: int) -> int:
+    """Prepare the folder, and train in this process or in `processes` of its own."""
     config_path, attempt = _prepare(config, folder)
     if processes == 1:
         if config.deployment.num_threads is not None:
@@ -193,7 +201,8 @@ def _run_as_rank(config: SFTConfig, folder: RunFolder, outer: OuterRank) -> int:
         outer.world_size,
         "WORLD_SIZE of torchrun",
     )
-    return _train_here(*_prepare_as_rank(config, folder, outer))
+    with run_folder.lock(folder) if outer.rank == 0 else nullcontext():
+        return _train_here(*_prepare_as_rank(config, folder, outer))
 
 
 def _prepare_as_rank(config: SFTConfig, folder: RunFolder, outer: OuterRank) -> tuple[Path, Path]:

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from rich.console import Console as RichConsole
 
-from contract.errors import ConfigError
 from contract.layout import RunFolder
 from telemetry.console import Console
 from telemetry.log import terminal
@@ -103,10 +102,10 @@ def build_sft(
     plan = None
     if config.resume is not None:
         plan = plan_resume(config.resume, folder, process, config.model_dump(mode="json"))
-    _check_batch(config, process)
     files = _first_on_each_machine(process, lambda: resolve_model(config.model))
     console = stack.enter_context(_open_console(config, process))
     data = _first_on_each_machine(process, lambda: _open_data(config, process, files))
+    _warn_of_micro_batch(config, process)
 
     model = _build_model(config, process, files)
     shape = describe(model)
@@ -171,19 +170,15 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _check_batch(config: SFTConfig, process: Process) -> None:
-    if config.data.batch_size % process.world_size:
-        raise ConfigError(
-            f"data.batch_size = {config.data.batch_size} cannot be dealt evenly to the {process.world_size} "
-            f"ranks of "
-            "this run; choose a multiple"
-        )
+def _warn_of_micro_batch(config: SFTConfig, process: Process) -> None:
     per_rank = config.data.batch_size // process.world_size
     if config.data.micro_batch_size > per_rank and process.is_main:
         logger.warning(
             "data.micro_batch_size = %d is more than the %d rows that each rank has per update; %d are used",
-            config.data.micro_batch_size, per_rank, per_rank,
-        )  # fmt: skip
+            config.data.micro_batch_size,
+            per_rank,
+            per_rank,
+        )
 
 
 def _first_on_each_machine(process: Process, function: Callable[[], _T]) -> _T:

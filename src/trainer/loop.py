@@ -88,7 +88,8 @@ class Loop:
         """Run all steps, then what belongs to the end: the final save and the hooks' last words."""
         first_step = self._state.step
         self._stop.arm()
-        self._run_hooks("before_training")
+        if first_step < self._total_steps:
+            self._run_hooks("before_training")
         signum = self._stop.agree(self._process)
         while not signum and self._state.step < self._total_steps and self._step():
             signum = self._stop.agree(self._process)

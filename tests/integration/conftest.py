@@ -13,12 +13,11 @@ from tests.support.runs import Nursery
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `model/` (with dropout), `still/` (the same without), `train.jsonl` and `held_out.jsonl`."""
+    """A folder with `model/` (with dropout), `still/` (the same without) and `train.jsonl`."""
     folder = tmp_path_factory.mktemp("shared")
     write_model(folder / "model", dropout=0.2)
     write_model(folder / "still", dropout=0.0)
     write_rows(folder / "train.jsonl", 22, seed=1)
-    write_rows(folder / "held_out.jsonl", 6, seed=2)
     return folder
 
 

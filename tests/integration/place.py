@@ -37,7 +37,7 @@ def conversation(question: str, answer: str) -> dict[str, Any]:
 
 
 def write_rows(path: Path, count: int, *, seed: int) -> Path:
-    """`count` conversations, no two of the same length, so that the tokens of a step tell which rows it had."""
+    """`count` conversations, no two of the same length, so that the tokens of a step tell its rows."""
     drawn = random.Random(seed)
     lengths = drawn.sample(range(1, 3 * count), count)
     rows = []

@@ -6,15 +6,21 @@ import hashlib
 import json
 import re
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.integration.place import Place, conversation, trained, write_jsonl, write_model
-from tests.support.runs import Finished
+from tests.support.runs import Finished, wait_until
 
-GOOD = [conversation("abc", "cba"), conversation("de", "ed"), conversation("fgh", "hgf"), conversation("i", "i")]
+GOOD = [
+    conversation("abc", "cba"),
+    conversation("de", "ed"),
+    conversation("fgh", "hgf"),
+    conversation("i", "i"),
+]
 WITHOUT_ANSWER = {"messages": [{"role": "user", "content": "abc"}]}
 
 
@@ -55,7 +61,7 @@ def test_a_data_file_that_is_missing_is_named_and_the_run_before_keeps_everythin
 
 
 @pytest.mark.parametrize("wrong", [{"data__path": "/nowhere/rows.jsonl"}, {"model__name": "/nowhere/model"}])
-def test_clean_deletes_nothing_if_data_or_model_are_missing(run_before: Place, wrong: dict[str, str]) -> None:
+def test_clean_deletes_nothing_if_data_or_model_are_missing(run_before: Place, wrong: dict[str, Any]) -> None:
     before = digest(run_before.folder().root)
     assert_refused(run_before.run("sft", "--clean", max_steps=1, **wrong), "/nowhere/")
     assert digest(run_before.folder().root) == before
@@ -80,7 +86,10 @@ def test_a_row_without_an_answer_can_be_skipped_and_is_counted(place: Place) -> 
 
 @pytest.mark.parametrize(
     ("fate", "told", "num_samples"),
-    [("skip", "4 of 5 (1 longer than 128 tokens skipped)", 4), ("truncate", "1 longer than 128 tokens cut", 5)],
+    [
+        ("skip", "4 of 5 (1 longer than 128 tokens skipped)", 4),
+        ("truncate", "1 longer than 128 tokens cut", 5),
+    ],
 )
 def test_a_row_longer_than_seq_len_is_counted_and_skipped_or_cut(
     place: Place, fate: str, told: str, num_samples: int
@@ -145,6 +154,18 @@ def test_clean_starts_anew_and_keeps_files_that_are_not_of_a_run(run_before: Pla
     assert run_before.committed() == [1]
     assert list(run_before.metrics()) == [1]
     assert not run_before.folder().weights.exists()
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--clean"])
+def test_a_folder_in_which_a_run_is_going_on_is_refused_and_that_run_goes_on(place: Place, flag: str) -> None:
+    (rank,) = place.start(max_steps=1_000_000, ckpt__interval=1, ckpt__keep_last=2)
+    wait_until(lambda: place.folder().metrics.exists() and 1 in trained(place.metrics()), "a step")
+    finished = place.run("sft", flag, max_steps=5)
+    assert_refused(finished, "a run is going on in", "--run-name")
+    assert rank.is_running()
+    rank.send(signal.SIGTERM)
+    assert rank.wait().code == 143
+    assert list(trained(place.metrics())) == list(range(1, place.committed()[-1] + 1))
 
 
 def test_a_model_folder_that_is_missing_is_named(place: Place) -> None:

@@ -1,4 +1,4 @@
-"""A disk that fills up during a save: earlier checkpoints stay whole, the run ends and says how much it needed."""
+"""A disk that fills up during a save: earlier checkpoints stay whole, and the run says how much it needed."""
 
 from __future__ import annotations
 

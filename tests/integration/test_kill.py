@@ -52,7 +52,7 @@ class Survivor:
         assert codes == [0] * len(ranks) or (0 not in codes and -signal.SIGKILL in codes)
 
     def check(self) -> None:
-        """There is a committed step to go on from, no older than before, and every committed step is whole."""
+        """There is a committed step to go on from, no older than before, and all of them are whole."""
         before, self.committed = self.committed, self.place.committed(self.name)
         if before:
             assert self.committed

@@ -14,7 +14,9 @@ SCHEDULE = {"schedule__type": "linear", "schedule__warmup_steps": 2, "schedule__
 
 def _optimizer_steps(path: Path) -> set[int]:
     return {
-        int(tensor.item()) for name, tensor in tensors_of(path).items() if name.startswith("optimizer.") and name.endswith("step")
+        int(tensor.item())
+        for name, tensor in tensors_of(path).items()
+        if name.startswith("optimizer.") and name.endswith("step")
     }
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import signal
 import time
+from typing import Any
 
 import pytest
 
 from tests.integration.place import Place, assert_same_tensors, conversation, trained, write_jsonl
 from tests.support.runs import wait_until
 
-ENDLESS = {"max_steps": 1_000_000}
+ENDLESS: dict[str, Any] = {"max_steps": 1_000_000}
 
 
 def _has_step(place: Place, step: int, name: str = "sft") -> bool:
@@ -119,3 +120,16 @@ def test_ctrl_c_while_the_command_imports_its_libraries_shows_no_traceback(
 
     assert finished.code == 130, finished.output
     assert "Traceback" not in finished.output
+
+
+def test_ctrl_c_while_two_processes_import_their_libraries_shows_no_traceback(place: Place) -> None:
+    command = place.command(deployment__num_processes=2, **ENDLESS)
+    pid_files = [place.folder().logs / "latest" / f"rank_{rank}.pid" for rank in range(2)]
+    wait_until(lambda: all(path.exists() for path in pid_files), "the start of both ranks")
+    time.sleep(0.7)
+    command.process.send_signal(signal.SIGINT)
+    finished = command.wait(60)
+
+    assert finished.code == 130, finished.output
+    assert "Traceback" not in finished.output
+    assert not place.folder().holds_run()

@@ -1,9 +1,9 @@
 """Whole training runs as processes: quick ones forked from a warm interpreter, and true commands.
 
-A fresh interpreter takes seconds to import torch and transformers. `Nursery` imports them once, in a process that
-does nothing else, and forks a process per rank from it; the rank then runs the command `sft` as it is. Several
-ranks get the environment that torchrun gives, so they take the way of a run under an outer torchrun. What depends
-on the interpreter itself (the launcher, signals during imports) is tested with `Command`.
+A fresh interpreter takes seconds to import torch and transformers. `Nursery` imports them once, in a process
+that does nothing else, and forks a process per rank from it; the rank then runs the command `sft` as it is.
+Several ranks get the environment that torchrun gives, so they take the way of a run under an outer torchrun.
+What depends on the interpreter itself (the launcher, signals during imports) is tested with `Command`.
 """
 
 from __future__ import annotations

@@ -25,7 +25,9 @@ logger = logging.getLogger(__name__)
 
 
 class ExportHook(BaseHook):
-    """Writes `weights/step_N`; a step that is there already is left as it is."""
+    """Writes `weights/step_N` for steps that this process trained, over what another history left there; the
+    step of a run that was complete already is written only if it is missing.
+    """
 
     def __init__(
         self,
@@ -35,6 +37,8 @@ class ExportHook(BaseHook):
         source_folder: Path,
         model: CausalLM,
         tokenizer: PreTrainedTokenizerBase,
+        *,
+        trust_remote_code: bool = False,
     ) -> None:
         self._config = config
         self._process = process
@@ -42,21 +46,28 @@ class ExportHook(BaseHook):
         self._source_folder = source_folder
         self._model = model
         self._tokenizer = tokenizer
+        self._trust_remote_code = trust_remote_code
+        self._exported_step: int | None = None
+        self._has_trained = False
 
     def after_step(self, state: TrainState) -> Mapping[str, float]:
         """See `Hook`."""
+        self._has_trained = True
         interval = self._config.interval
         return self._export(state.step) if interval is not None and state.step % interval == 0 else {}
 
     def finish(self, state: TrainState) -> Mapping[str, float]:
         """See `Hook`."""
+        if not self._has_trained:
+            exists = self._process.is_main and self._target(state.step).is_dir()
+            if self._process.all_max(float(exists)):
+                return {}
         return self._export(state.step)
 
     def _export(self, step: int) -> Mapping[str, float]:
-        target = self._folder / f"step_{step}"
-        exists = self._process.is_main and target.is_dir()
-        if self._process.all_max(float(exists)):
+        if step == self._exported_step:
             return {}
+        target = self._target(step)
         start = time.perf_counter()
         tensors: dict[str, torch.Tensor] = {}
         for name, item in self._model.logical_state().items():
@@ -72,7 +83,12 @@ class ExportHook(BaseHook):
                 dtype=self._config.dtype,
                 max_shard_size=self._config.max_shard_size,
                 tokenizer=self._tokenizer,
+                trust_remote_code=self._trust_remote_code,
             )
             logger.info("step %d: exported to %s", step, target)
         self._process.barrier()
+        self._exported_step = step
         return {"time/export": time.perf_counter() - start}
+
+    def _target(self, step: int) -> Path:
+        return self._folder / f"step_{step}"

@@ -53,9 +53,11 @@ class SampleHook(BaseHook):
 
     def finish(self, state: TrainState) -> Mapping[str, float]:
         """See `Hook`."""
+        # A run that was complete already when it was resumed has nothing to compare with.
+        before = self._before or [""] * len(self._prompts)
         rows = [
-            {"prompt": prompt.text, "before": before, "after": after}
-            for prompt, before, after in zip(self._prompts, self._before, self._answers(), strict=True)
+            {"prompt": prompt.text, "before": old, "after": new}
+            for prompt, old, new in zip(self._prompts, before, self._answers(), strict=True)
         ]
         self._show(f"Samples after training (step {state.step})", rows)
         return {}

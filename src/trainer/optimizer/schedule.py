@@ -17,8 +17,8 @@ def build_schedule(
 ) -> Schedule:
     """The schedule of a run of `total_steps` updates; beyond them the last value holds.
 
-    Warm-up: update n of `warmup_steps` uses n / warmup_steps. All updates of the decay are below the peak, and
-    the last one is at `min_lr_ratio`; where the decay is the whole run, its first update is at the peak.
+    Warm-up: update n of `warmup_steps` uses n / warmup_steps. All updates of the decay are below the peak,
+    and the last one is at `min_lr_ratio`; where the decay is the whole run, its first update is at the peak.
 
     Raises:
         ConfigError: warm-up and decay do not fit into the run.

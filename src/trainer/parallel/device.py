@@ -64,7 +64,7 @@ class Device:
         if self.kind == "cuda":
             torch.cuda.set_rng_state(state, self.torch_device)
 
-    def measure_peak_tflops(self, dtype: torch.dtype, *, size: int = 1536, seconds: float = 0.4) -> float:
+    def measure_peak_tflops(self, dtype: torch.dtype, *, size: int = 1536, seconds: float = 1.0) -> float:
         """TFLOP/s of a square matrix product in `dtype`: what this device can reach, for MFU.
 
         Best of several runs, because other work on the machine only ever slows one down.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from contract.errors import RunFolderError
 from contract.layout import RunFolder
-from launcher.folder import check_usable, check_writable, clean_run, new_attempt, write_config
+from launcher.folder import check_usable, check_writable, clean_run, lock, new_attempt, write_config
 
 
 def _run(root: Path) -> RunFolder:
@@ -89,3 +91,21 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> Non
             check_writable(RunFolder(root))
     with pytest.raises(RunFolderError, match="is a file"):
         check_usable(RunFolder(tmp_path / "file"), resume=False, clean=False)
+
+
+def test_a_folder_in_which_a_run_goes_on_is_refused_until_that_run_ends(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    with lock(folder):
+        with pytest.raises(RunFolderError, match="a run is going on"), lock(folder):
+            pass
+        # In another process too, and the lock leaves nothing that counts as a run.
+        code = (
+            "import sys; from pathlib import Path; from contract.layout import RunFolder\n"
+            "from launcher import folder\n"
+            "with folder.lock(RunFolder(Path(sys.argv[1]))): pass"
+        )
+        command = [sys.executable, "-c", code, str(folder.root)]
+        other = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert other.returncode != 0 and "a run is going on" in other.stderr
+    with lock(folder):
+        assert clean_run(folder) == []

@@ -257,7 +257,7 @@ def test_a_complete_run_that_is_resumed_trains_and_saves_nothing(step: int) -> N
     rig = Rig([batch()] * 9, total_steps=4, state=TrainState(step=step, schedule_step=step))
     outcome = rig.loop.fit()
     assert (outcome.signum, outcome.steps_done, rig.state.step) == (0, 0, step)
-    assert "next_step" not in rig.log and "save_if_due" not in rig.log
+    assert "a.before_training" not in rig.log and "next_step" not in rig.log and "save_if_due" not in rig.log
     assert "a.finish" in rig.log  # an export that the last attempt did not come to
 
 

@@ -66,7 +66,9 @@ def test_the_model_part_holds_every_weight_once_and_persistent_buffers(
     assert torch.equal(dict(model.named_buffers())[f"lm.{name}"], torch.full((2,), 0.75))
 
 
-def test_a_checkpoint_of_another_model_is_refused_with_what_differs(tiny_llama: Path, process: Process) -> None:
+def test_a_checkpoint_of_another_model_is_refused_with_what_differs(
+    tiny_llama: Path, process: Process
+) -> None:
     part = ModelPart(build_sharded(tiny_llama, process))
     names = set(part.tensors())
     assert part.tensors_to_load(names).keys() == names

@@ -17,7 +17,7 @@ from trainer.parallel.process import Process
 
 
 class Smeared(torch.nn.Module):
-    """A block that adds a little of the token before, whichever document that is in, as a convolution does."""
+    """A block that adds some of the token before, of whichever document, as a convolution does."""
 
     def __init__(self, block: torch.nn.Module, share: float) -> None:
         super().__init__()
@@ -95,5 +95,3 @@ def test_an_architecture_that_is_no_causal_lm_is_refused(tmp_path: Path, process
     AutoConfig.for_model("t5", d_model=16, num_layers=1, vocab_size=32).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"model.name = '.*' cannot be built"):
         build_sharded(tmp_path, process, init="random")
-
-

@@ -54,7 +54,9 @@ def test_chunks_change_neither_values_nor_gradients_and_bound_the_logits(tokens_
 
 def test_logits_of_less_precision_are_normalised_in_float32() -> None:
     head = RecordingHead()
-    logprobs = token_logprobs(hidden_states().bfloat16(), lambda h: h @ head.weight.bfloat16().T, TARGETS, VOCAB)
+    logprobs = token_logprobs(
+        hidden_states().bfloat16(), lambda h: h @ head.weight.bfloat16().T, TARGETS, VOCAB
+    )
     assert logprobs.dtype == torch.float32
     exact = (hidden_states().bfloat16() @ head.weight.bfloat16().T).float().log_softmax(-1)
     torch.testing.assert_close(logprobs, exact[torch.arange(NUM_TOKENS), TARGETS])
@@ -88,7 +90,9 @@ def test_a_token_without_weight_cannot_spoil_the_loss_even_if_its_state_is_nan()
 
 
 @pytest.mark.parametrize("weights", [None, torch.zeros(NUM_TOKENS)])
-def test_a_row_without_loss_still_sends_zero_gradients_through_everything(weights: torch.Tensor | None) -> None:
+def test_a_row_without_loss_still_sends_zero_gradients_through_everything(
+    weights: torch.Tensor | None,
+) -> None:
     hidden, head = hidden_states(), RecordingHead()
     loss, reported = CrossEntropy(VOCAB)(hidden, head, batch(weights), {"ce": 5.0})
     loss.backward()

@@ -41,7 +41,9 @@ def random_tensor(seed: int, shape: tuple[int, ...]) -> torch.Tensor:
 
 def parameters() -> dict[str, nn.Parameter]:
     shapes = {**SHAPES, UNUSED: (4, 4)}
-    return {name: nn.Parameter(random_tensor(index, shape)) for index, (name, shape) in enumerate(shapes.items())}
+    return {
+        name: nn.Parameter(random_tensor(index, shape)) for index, (name, shape) in enumerate(shapes.items())
+    }
 
 
 def build(config: OptimizerConfig, named: Mapping[str, nn.Parameter]) -> ResidentOptimizer:
@@ -60,7 +62,9 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()
 
 
-def reload(config: OptimizerConfig, named: dict[str, nn.Parameter], source: ResidentOptimizer) -> ResidentOptimizer:
+def reload(
+    config: OptimizerConfig, named: dict[str, nn.Parameter], source: ResidentOptimizer
+) -> ResidentOptimizer:
     """A new optimizer with the state of `source`, as a checkpoint would carry it."""
     saved = {name: copy_of(item) for name, item in source.tensors().items()}
     values = json.loads(json.dumps(source.values()))
@@ -114,7 +118,7 @@ def test_sharded_state_goes_on_bit_for_bit_and_updates_equal_those_of_one_rank()
             check_equal(result)
             for name, item in go_on(config)[0].items():
                 # Muon's iteration multiplies bfloat16 matrices, whose sums a split orders differently.
-                tolerance = 2e-2 if config.type == "muon" and "proj" in name else 1e-6
+                tolerance = 4e-3 if config.type == "muon" and "proj" in name else 1e-6
                 assert abs(item - result[0][name]).max() <= tolerance, (config.type, name)
 
 
@@ -170,12 +174,14 @@ def test_a_changed_setting_wins_over_the_checkpoint_and_is_said(caplog: pytest.L
 )
 def test_the_state_of_another_optimizer_is_refused(other: OptimizerConfig, named: str) -> None:
     values = build(other, parameters()).values()
-    with pytest.raises(CheckpointError, match=named + r".*, this one decay \(AdamW\), no_decay \(AdamW\); keep"):
+    with pytest.raises(
+        CheckpointError, match=named + r".*, this one decay \(AdamW\), no_decay \(AdamW\); keep"
+    ):
         build(AdamWConfig(), parameters()).loaded(values)
 
 
 def test_state_of_a_parameter_that_is_not_trained_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="optimizer state for 'layers.9.weight'"):
+    with pytest.raises(CheckpointError, match=r"optimizer state for 'layers.9.weight'"):
         build(AdamWConfig(), parameters()).tensors_to_load(["layers.9.weight.exp_avg"])
 
 

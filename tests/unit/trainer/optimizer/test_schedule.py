@@ -34,7 +34,9 @@ from trainer.optimizer.schedule import build_schedule
         (CosineScheduleConfig(), 1, [1]),
     ],
 )
-def test_every_update_has_the_factor_of_the_formula(config: object, total: int, expected: list[float]) -> None:
+def test_every_update_has_the_factor_of_the_formula(
+    config: object, total: int, expected: list[float]
+) -> None:
     schedule = build_schedule(config, total)  # pyright: ignore[reportArgumentType]
     assert [schedule(n) for n in range(1, total + 1)] == pytest.approx(expected)
     # A run that is longer than its schedule stays where it ended.

@@ -104,7 +104,9 @@ def test_muon_takes_the_matrices_of_blocks_and_adamw_the_rest() -> None:
         own.step()
     np.testing.assert_array_equal(updated[name], plain.detach().double().numpy())
     # The update of a matrix is (nearly) orthogonal: its singular values are about 1, times the scale.
-    first = after_updates(config, [1.0])[name] - (1 - LR * DECAY) * parameters()[name].detach().double().numpy()
+    first = (
+        after_updates(config, [1.0])[name] - (1 - LR * DECAY) * parameters()[name].detach().double().numpy()
+    )
     singular = np.linalg.svd(first / LR / np.sqrt(6 / 4), compute_uv=False)
     assert singular.min() > 0.6 and singular.max() < 1.25
 
