@@ -1,9 +1,9 @@
 """Training speed: Tailrace's engine against a plain transformers loop, update by update in one run.
 
 Both sides train the same model on the same conversations, in the same types, with fused AdamW and clipping.
-The plain loop does what a script without this project would do: pad a batch of conversations, ask transformers
-for the loss, step. Tailrace packs the conversations into rows. Updates alternate, so that whatever else the
-machine does meets both; quoted are medians, and the median of the ratios of pairs.
+The plain loop does what a script without this project would do: pad a batch of conversations, ask
+transformers for the loss, step. Tailrace packs the conversations into rows. Updates alternate, so that whatever
+else the machine does meets both; quoted are medians, and the median of the ratios of pairs.
 
     uv run python scripts/bench_sft.py --steps 6
     uv run python scripts/bench_sft.py --data fake --seq-len 1024 --batch-size 1
@@ -106,11 +106,8 @@ def plain_side(config: ModelConfig, files: ModelSource, device: Device) -> Side:
     """transformers' own model and loss on a padded batch, torch's fused AdamW."""
     from transformers import AutoModelForCausalLM
 
-    model = (
-        AutoModelForCausalLM.from_pretrained(files.folder, dtype=torch.float32)
-        .to(device.torch_device)
-        .train()
-    )
+    model = AutoModelForCausalLM.from_pretrained(files.folder, dtype=torch.float32)
+    torch.nn.Module.to(model, device.torch_device).train()
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
@@ -218,10 +215,11 @@ def main() -> None:
         ours, shape = tailrace_side(config, files, process)
         sides = [ours, plain_side(config, files, device)]
         print(
-            f"{files.name}: {shape.num_parameters:,} parameters on {device.name}; peak {peak:.3g} TFLOP/s ({origin})"
+            f"{files.name}: {shape.num_parameters:,} parameters on {device.name}; "
+            f"peak {peak:.3g} TFLOP/s ({origin})"
         )
         results = measure(sides, source, arguments.steps, device)
-    print(f"\n{'':<20} {'tokens/s':>9} {'s/update':>9} {'MFU':>7}   (medians of {arguments.steps} updates)")
+    print(f"\n{f'medians of {arguments.steps}':<20} {'tokens/s':>9} {'s/update':>9} {'MFU':>7}")
     for name, rows in results.items():
         rate = statistics.median(count_tokens(batch) / seconds for seconds, batch in rows)
         context = statistics.mean(mean_causal_context(document_lengths(batch)) for _, batch in rows)

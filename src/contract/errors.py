@@ -52,10 +52,24 @@ class NonFiniteError(TailraceError, RuntimeError):
     """Loss or gradients are not finite and the run was told to stop then."""
 
 
-class Interrupted(TailraceError):
-    """The run ended because of a signal; `signum` decides the exit code."""
+class Interrupted(BaseException):
+    """The run ended because of a signal; `signum` decides the exit code.
+
+    Not an `Exception`: a signal handler raises it anywhere, also inside code that survives the errors of what
+    it calls (a chat template that refuses a row, say) and would take the signal for one of them.
+    """
 
     def __init__(self, message: str, signum: int) -> None:
         super().__init__(message)
         self.signum = signum
         self.exit_code = EXIT_SIGNAL_BASE + signum
+
+
+def is_expected(error: BaseException) -> bool:
+    """Whether `error` is shown as one message, rather than as a defect of the project."""
+    return isinstance(error, TailraceError | Interrupted)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code of a process that `error` ends."""
+    return error.exit_code if isinstance(error, TailraceError | Interrupted) else EXIT_FAILURE

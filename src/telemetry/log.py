@@ -21,7 +21,7 @@ from typing import ClassVar, Literal
 from rich.console import Console
 from rich.text import Text
 
-from contract.errors import EXIT_FAILURE, RunFolderError, TailraceError
+from contract.errors import RunFolderError, exit_code_of, is_expected
 
 Level = Literal["debug", "info", "warning", "error"]
 
@@ -105,8 +105,8 @@ def current_log_file() -> Path | None:
 def report_error(error: BaseException, *, debug: bool, console: Console | None = None) -> int:
     """Print the error that ends this process, and write it with its traceback to the log file.
 
-    A `TailraceError` is one message; its traceback is printed only with `debug`. Anything else is a defect
-    and keeps its traceback. Either way the place of the log file is named.
+    What the user can act on is one message; its traceback is printed only with `debug`. Anything else is a
+    defect and keeps its traceback. Either way the place of the log file is named.
 
     Args:
         console: where to print; None is standard error.
@@ -118,7 +118,7 @@ def report_error(error: BaseException, *, debug: bool, console: Console | None =
     log_file = current_log_file()
     if log_file is not None:
         log_to_file(logger, "this process ends by an error", level=logging.ERROR, error=error)
-    expected = isinstance(error, TailraceError)
+    expected = is_expected(error)
     if debug or not expected:
         console.print(Text("".join(traceback.format_exception(error)).rstrip()), soft_wrap=True)
     if expected:
@@ -132,7 +132,7 @@ def report_error(error: BaseException, *, debug: bool, console: Console | None =
         console.print(
             Text(f"The log of this process, with the traceback: {log_file}", style="dim"), soft_wrap=True
         )
-    return error.exit_code if isinstance(error, TailraceError) else EXIT_FAILURE
+    return exit_code_of(error)
 
 
 def _is_own(record: logging.LogRecord) -> bool:

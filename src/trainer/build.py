@@ -114,14 +114,7 @@ def build_sft(
     assert total_steps is not None, "a source of max_epochs knows its steps"
 
     state, tracker = TrainState(), TrackerPart()
-    parts: dict[str, Part] = {
-        "model": ModelPart(model),
-        "optimizer": optimizer,
-        "schedule": StatePart.schedule(state),
-        "progress": StatePart.progress(state),
-        "data": DataPart(data.source),
-        "tracker": tracker,
-    }
+    parts = _list_parts(model, optimizer, state, data.source, tracker)
     checkpoint = CheckpointManager(config.ckpt, folder, process, parts, config.model_dump(mode="json"))
     stack.callback(checkpoint.close)
     _resume(checkpoint, plan, folder, tracker)
@@ -151,6 +144,19 @@ def build_sft(
     console.summary(start_summary(config, process, shape, files, sources, peak, folder, plan, total_steps))
     console.start(total_steps, state.step + 1)
     return Run(loop, state, console, reporter, total_steps, start_time)
+
+
+def _list_parts(
+    model: CausalLM, optimizer: Part, state: TrainState, source: Source, tracker: TrackerPart
+) -> dict[str, Part]:
+    return {
+        "model": ModelPart(model),
+        "optimizer": optimizer,
+        "schedule": StatePart.schedule(state),
+        "progress": StatePart.progress(state),
+        "data": DataPart(source),
+        "tracker": tracker,
+    }
 
 
 def _resume(
@@ -342,7 +348,17 @@ def _build_hooks(
     if config.sample is not None:
         hooks.append(_build_sample_hook(config, data.tokenizer, engine, console))
     if config.export is not None:
-        hooks.append(ExportHook(config.export, process, folder.weights, files.folder, model, data.tokenizer))
+        hooks.append(
+            ExportHook(
+                config.export,
+                process,
+                folder.weights,
+                files.folder,
+                model,
+                data.tokenizer,
+                trust_remote_code=config.model.trust_remote_code,
+            )
+        )
     hooks.append(GarbageHook())
     return hooks
 

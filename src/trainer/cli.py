@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from contract.attempt import record_exit, register_rank
-from contract.errors import EXIT_FAILURE, EXIT_OK, EXIT_SIGNAL_BASE, TailraceError
+from contract.errors import EXIT_OK, EXIT_SIGNAL_BASE, exit_code_of
 from contract.layout import RunFolder
 from contract.settings.load import load_settings
 from telemetry.format import format_duration
@@ -45,8 +45,7 @@ def run(config_path: Path, attempt_dir: Path) -> int:
         record_exit(attempt_dir, rank, code, "ended at once by a second signal")
 
     def record(error: BaseException) -> None:
-        code = error.exit_code if isinstance(error, TailraceError) else EXIT_FAILURE
-        record_exit(attempt_dir, rank, code, f"{error}" or type(error).__name__)
+        record_exit(attempt_dir, rank, exit_code_of(error), f"{error}" or type(error).__name__)
 
     with handle_signals(on_immediate_end) as stop:
         try:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 
 from trainer.config.data import ChatDataConfig
@@ -59,12 +60,11 @@ class ChatSource(RowSource):
         renderer = ConversationRenderer(tokenizer, last_only=config.loss_on == "last_assistant")
         how = Preparation(config.seq_len, config.on_bad_row, config.on_long_row, config.max_rows)
         table = prepare_table(source, renderer, how, cache_dir=cache_dir, console=console)
-        order = np.arange(len(table))
-        if config.packing and config.shuffle:
-            # Which conversations share a row is drawn once; the rows are then visited in a new order in every
-            # epoch.
-            order = np.random.default_rng([seed, 0, PACKING_STREAM]).permutation(len(table))
-        rows = PackedRows(table, order, capacity=config.seq_len if config.packing else None)
+        rows = PackedRows(
+            table,
+            _packing_order(config, len(table), seed),
+            capacity=config.seq_len if config.packing else None,
+        )
         super().__init__(
             rows,
             config,
@@ -75,13 +75,7 @@ class ChatSource(RowSource):
                 "data.packing": config.packing,
                 "data.shuffle": config.shuffle,
             },
-            summary={
-                "data": source.describe(),
-                "conversations": Report.from_json(table.report).describe(len(table), how),
-                "tokens": describe_tokens(table),
-                "rows per epoch": describe_rows(table, len(rows), config.seq_len),
-                "rendering": renderer.method,
-            },
+            summary={"data": source.describe(), **_summary(table, rows, how), "rendering": renderer.method},
             rank=rank,
             world_size=world_size,
             seed=seed,
@@ -90,6 +84,21 @@ class ChatSource(RowSource):
             pad_to=config.seq_len if pad_rows else None,
             pad_token=pad_token_of(tokenizer),
         )
+
+
+def _summary(table: TokenTable, rows: PackedRows, how: Preparation) -> dict[str, str]:
+    return {
+        "conversations": Report.from_json(table.report).describe(len(table), how),
+        "tokens": describe_tokens(table),
+        "rows per epoch": describe_rows(table, len(rows), how.seq_len),
+    }
+
+
+def _packing_order(config: ChatDataConfig, num_rows: int, seed: int) -> npt.NDArray[np.int64]:
+    """Drawn once, so that the same conversations share a row in every epoch; the order of rows is new in each."""
+    if not (config.packing and config.shuffle):
+        return np.arange(num_rows)
+    return np.random.default_rng([seed, 0, PACKING_STREAM]).permutation(num_rows)
 
 
 def pad_token_of(tokenizer: PreTrainedTokenizerBase) -> int:
