@@ -2,8 +2,8 @@
 
 Both sides train the same model on the same conversations, in the same types, with fused AdamW and clipping.
 The plain loop does what a script without this project would do: pad a batch of conversations, ask
-transformers for the loss, step. Tailrace packs the conversations into rows. Updates alternate, so that whatever
-else the machine does meets both; quoted are medians, and the median of the ratios of pairs.
+transformers for the loss, step. Tailrace packs the conversations into rows. Updates alternate, so that
+whatever else the machine does meets both; quoted are medians, and the median of the ratios of pairs.
 
     uv run python scripts/bench_sft.py --steps 6
     uv run python scripts/bench_sft.py --data fake --seq-len 1024 --batch-size 1

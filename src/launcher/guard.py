@@ -38,6 +38,7 @@ class Guard:
         self._spec = spec
         self._rank = rank
         self._ended_by_agent = False
+        self._failed_before = False
         self._kill_at: float | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -87,7 +88,9 @@ class Guard:
             at = time.time_ns()
             code = EXIT_SIGNAL_BASE + signum if signum is not None else code
             message = "" if code == 0 else _describe(code, signum)
-        record = ExitRecord(self._rank, code, message, at, signum, self._ended_by_agent, final=True)
+        # The agent sees who has ended first; who failed first may still have been about to end.
+        ended_by_agent = self._ended_by_agent and not self._failed_before
+        record = ExitRecord(self._rank, code, message, at, signum, ended_by_agent, final=True)
         write_exit(self._spec.attempt_dir, record)
         return record
 
@@ -104,12 +107,9 @@ class Guard:
         """The agent ends this rank: because another one failed, or because the agent itself has to end."""
         if self._ended_by_agent:
             return
-        failed = any(
-            record is not None and record.code != 0
-            for record in (
-                read_exit(self._spec.attempt_dir, rank) for rank in range(self._spec.num_processes)
-            )
-        )
+        records = [read_exit(self._spec.attempt_dir, rank) for rank in range(self._spec.num_processes)]
+        failed = [record.rank for record in records if record is not None and record.code != 0]
+        self._failed_before = self._rank in failed
         # After a failure nothing can be saved any more; without one the run may still be saved.
         self._kill_at = time.monotonic() + (self._spec.stop_seconds if failed else self._spec.grace_seconds)
         self._ended_by_agent = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,22 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     warm = Nursery(tmp_path_factory.mktemp("output"), tmp_path_factory.mktemp("cache"))
     yield warm
     warm.close()
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory: pytest.TempPathFactory, shared: Path, nursery: Nursery) -> Path:
+    """The folder of a run of 4 steps with the checkpoints 2 and 4 and an export. Copy it; never change it."""
+    place = Place(tmp_path_factory.mktemp("finished"), shared, nursery)
+    place.train(max_steps=4, ckpt__interval=2, export__dtype="auto")
+    return place.folder().root
+
+
+@pytest.fixture
+def run_before(place: Place, finished_run: Path) -> Place:
+    """A place whose run `sft` is `finished_run`, with a file of the user's beside it."""
+    shutil.copytree(finished_run, place.folder().root, symlinks=True)
+    (place.folder().root / "notes.txt").write_text("mine")
+    return place
 
 
 @pytest.fixture

@@ -40,24 +40,16 @@ def digest(folder: Path) -> dict[str, str]:
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.is_file()}
 
 
-@pytest.fixture
-def run_before(place: Place) -> Place:
-    """A place whose run `sft` has two checkpoints, an export, and a file of the user's."""
-    place.train(max_steps=2, ckpt__interval=1, export__interval=2)
-    (place.folder().root / "notes.txt").write_text("mine")
-    return place
-
-
 def _write(place: Place, rows: list[Any]) -> Path:
     return write_jsonl(place.root / "rows.jsonl", rows)
 
 
 def test_a_data_file_that_is_missing_is_named_and_the_run_before_keeps_everything(run_before: Place) -> None:
     before = digest(run_before.folder().root)
-    finished = run_before.run("sft", "--resume", max_steps=3, data__path="/nowhere/rows.jsonl")
+    finished = run_before.run("sft", "--resume", max_steps=5, data__path="/nowhere/rows.jsonl")
     assert_refused(finished, "data.path", "/nowhere/rows.jsonl", "does not exist")
     assert digest(run_before.folder().root) == before
-    run_before.train("sft", "--resume", max_steps=3)
+    run_before.train("sft", "--resume", max_steps=5)
 
 
 @pytest.mark.parametrize("wrong", [{"data__path": "/nowhere/rows.jsonl"}, {"model__name": "/nowhere/model"}])
@@ -196,31 +188,31 @@ def test_nothing_to_resume_is_said(place: Place) -> None:
 
 def test_a_step_that_is_not_there_is_named_with_those_that_are(run_before: Place) -> None:
     before = digest(run_before.folder().root)
-    finished = run_before.run(max_steps=3, resume__step=7)
-    assert_refused(finished, "no step 7", "available: 1, 2", code=1)
+    finished = run_before.run(max_steps=5, resume__step=7)
+    assert_refused(finished, "no step 7", "available: 2, 4", code=1)
     assert digest(run_before.folder().root) == before
 
 
 def test_a_damaged_newest_step_is_passed_over_with_a_warning_but_never_loaded_by_name(
     run_before: Place,
 ) -> None:
-    shard = next((run_before.checkpoint("sft", 2) / "trainer").glob("*.distcp"))
+    shard = next((run_before.checkpoint("sft", 4) / "trainer").glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:-1])
-    finished = run_before.run(max_steps=3, resume__step=2)
-    assert_refused(finished, "step 2 cannot be loaded", shard.name, "available: 1", code=1)
-    finished = run_before.train("sft", "--resume", max_steps=3)
-    assert "step_2 is not used" in finished.output
-    assert list(trained(run_before.metrics())) == [1, 2, 3]
+    finished = run_before.run(max_steps=5, resume__step=4)
+    assert_refused(finished, "step 4 cannot be loaded", shard.name, "available: 2", code=1)
+    finished = run_before.train("sft", "--resume", max_steps=5)
+    assert "step_4 is not used" in finished.output
+    assert list(trained(run_before.metrics())) == [1, 2, 3, 4, 5]
 
 
 def test_a_step_whose_bytes_have_changed_is_not_loaded(run_before: Place) -> None:
-    shard = next((run_before.checkpoint("sft", 2) / "trainer").glob("*.distcp"))
+    shard = next((run_before.checkpoint("sft", 4) / "trainer").glob("*.distcp"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     before = digest(run_before.folder().root)
-    finished = run_before.run("sft", "--resume", max_steps=3)
-    assert_refused(finished, "step_2", shard.name, "damaged", code=1)
+    finished = run_before.run("sft", "--resume", max_steps=5)
+    assert_refused(finished, "step_4", shard.name, "damaged", code=1)
     assert digest(run_before.folder().root) == before
 
 
@@ -229,7 +221,7 @@ def test_a_checkpoint_of_another_model_is_refused(run_before: Place) -> None:
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
     before = digest(run_before.folder().root)
-    finished = run_before.run("sft", "--resume", max_steps=3, model__name=other)
+    finished = run_before.run("sft", "--resume", max_steps=5, model__name=other)
     assert_refused(finished, "another model", "model.name", code=1)
     assert digest(run_before.folder().root) == before
 
@@ -237,15 +229,15 @@ def test_a_checkpoint_of_another_model_is_refused(run_before: Place) -> None:
 def test_a_checkpoint_of_other_data_is_refused_unless_the_position_is_skipped(run_before: Place) -> None:
     rows = _write(run_before, GOOD)
     before = digest(run_before.folder().root)
-    finished = run_before.run("sft", "--resume", max_steps=3, data__path=rows)
+    finished = run_before.run("sft", "--resume", max_steps=5, data__path=rows)
     assert_refused(finished, "the data is not that of the checkpoint", "resume.skip_data", code=1)
     assert digest(run_before.folder().root) == before
-    run_before.train("sft", "--resume.skip-data", max_steps=3, data__path=rows)
+    run_before.train("sft", "--resume.skip-data", max_steps=5, data__path=rows)
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused_unless_it_is_skipped(run_before: Place) -> None:
     before = digest(run_before.folder().root)
-    finished = run_before.run("sft", "--resume", max_steps=3, optimizer__type="muon")
+    finished = run_before.run("sft", "--resume", max_steps=5, optimizer__type="muon")
     assert_refused(finished, "optimizer", "resume.skip_optimizer", code=1)
     assert digest(run_before.folder().root) == before
-    run_before.train("sft", "--resume.skip-optimizer", max_steps=3, optimizer__type="muon")
+    run_before.train("sft", "--resume.skip-optimizer", max_steps=5, optimizer__type="muon")

@@ -20,13 +20,6 @@ def _optimizer_steps(path: Path) -> set[int]:
     }
 
 
-@pytest.fixture
-def source(place: Place) -> Place:
-    """A place with the run `source`, 4 steps long."""
-    place.train("source", max_steps=4, ckpt__interval=4)
-    return place
-
-
 @pytest.mark.parametrize(
     ("flags", "step", "optimizer_steps", "schedule_steps", "rows"),
     [
@@ -50,14 +43,14 @@ def source(place: Place) -> Place:
     ],
 )
 def test_a_skip_flag_leaves_out_its_part_and_nothing_else(
-    source: Place, flags: tuple[str, ...], step: int, optimizer_steps: int, schedule_steps: int, rows: int
+    run_before: Place, flags: tuple[str, ...], step: int, optimizer_steps: int, schedule_steps: int, rows: int
 ) -> None:
     # Without a learning rate the weights after one update are those that were loaded.
-    finished = source.train(
-        "next", *flags, max_steps=step, resume__dir=source.checkpoint("source", 4), optimizer__lr=0.0
+    finished = run_before.train(
+        "next", *flags, max_steps=step, resume__dir=run_before.checkpoint("sft", 4), optimizer__lr=0.0
     )
-    before, after = source.checkpoint("source", 4), source.checkpoint("next", step)
-    parts = source.state("next", step)["parts"]
+    before, after = run_before.checkpoint("sft", 4), run_before.checkpoint("next", step)
+    parts = run_before.state("next", step)["parts"]
     assert parts["progress"]["step"] == step
     assert parts["progress"]["num_samples"] == 4 * step
     assert parts["schedule"]["schedule_step"] == schedule_steps
@@ -70,19 +63,19 @@ def test_a_skip_flag_leaves_out_its_part_and_nothing_else(
     assert f"resumes step 4 of {before}" in finished.output
 
 
-def test_a_schedule_that_starts_afresh_spans_the_updates_that_are_left(source: Place) -> None:
-    options = {"max_steps": 10, "resume__dir": source.checkpoint("source", 4), **SCHEDULE}
-    source.train("afresh", "--resume.skip-scheduler", **options)
-    source.train("carried_on", **options)
-    rates = [record["lr"] for record in source.metrics("afresh").values() if "lr" in record]
-    carried_on = [record["lr"] for record in source.metrics("carried_on").values() if "lr" in record]
+def test_a_schedule_that_starts_afresh_spans_the_updates_that_are_left(run_before: Place) -> None:
+    options = {"max_steps": 10, "resume__dir": run_before.checkpoint("sft", 4), **SCHEDULE}
+    run_before.train("afresh", "--resume.skip-scheduler", **options)
+    run_before.train("carried_on", **options)
+    rates = [record["lr"] for record in run_before.metrics("afresh").values() if "lr" in record]
+    carried_on = [record["lr"] for record in run_before.metrics("carried_on").values() if "lr" in record]
     assert rates == pytest.approx([0.005, 0.01, 0.01, 0.01, 0.005, 0.0], abs=1e-9)
     assert carried_on == pytest.approx([0.01, 0.01, 0.01, 0.01, 0.005, 0.0], abs=1e-9)
 
 
-def test_resume_of_a_complete_run_trains_nothing_and_touches_no_checkpoint(source: Place) -> None:
+def test_resume_of_a_complete_run_trains_nothing_and_touches_no_checkpoint(run_before: Place) -> None:
     def content() -> dict[str, tuple[int, str]]:
-        files = sorted(source.folder("source").checkpoints.rglob("*"))
+        files = sorted(run_before.folder().checkpoints.rglob("*"))
         return {
             str(path): (path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest())
             for path in files
@@ -90,18 +83,18 @@ def test_resume_of_a_complete_run_trains_nothing_and_touches_no_checkpoint(sourc
         }
 
     before = content()
-    finished = source.train("source", "--resume", max_steps=4)
+    finished = run_before.train("sft", "--resume", max_steps=4)
     assert "nothing was trained" in finished.output
     assert content() == before
-    fewer = source.train("source", "--resume", max_steps=3)
+    fewer = run_before.train("sft", "--resume", max_steps=3)
     assert "nothing was trained" in fewer.output
     assert content() == before
 
 
-def test_going_on_from_an_earlier_step_moves_the_later_ones_out_of_the_way(place: Place) -> None:
-    place.train(max_steps=4, ckpt__interval=2)
-    place.train(max_steps=3, resume__step=2, seed=0, optimizer__lr=0.02)
-    assert place.committed() == [2, 3]
-    assert (place.folder().checkpoints / "superseded" / "step_4" / "complete.json").exists()
-    place.train("sft", "--resume", max_steps=4)
-    assert place.committed() == [2, 3, 4]
+def test_going_on_from_an_earlier_step_moves_the_later_ones_out_of_the_way(run_before: Place) -> None:
+    run_before.train(max_steps=3, resume__step=2, optimizer__lr=0.02)
+    assert run_before.committed() == [2, 3]
+    superseded = run_before.folder().checkpoints / "superseded" / "step_4"
+    assert (superseded / "complete.json").exists()
+    run_before.train("sft", "--resume", max_steps=4)
+    assert run_before.committed() == [2, 3, 4]

@@ -95,7 +95,7 @@ def _summary(table: TokenTable, rows: PackedRows, how: Preparation) -> dict[str,
 
 
 def _packing_order(config: ChatDataConfig, num_rows: int, seed: int) -> npt.NDArray[np.int64]:
-    """Drawn once, so that the same conversations share a row in every epoch; the order of rows is new in each."""
+    """Drawn once: the same conversations share a row in every epoch, and the order of rows is new in each."""
     if not (config.packing and config.shuffle):
         return np.arange(num_rows)
     return np.random.default_rng([seed, 0, PACKING_STREAM]).permutation(num_rows)
