@@ -162,7 +162,8 @@ def resolve_step(
         components: what the run needs; a step that does not hold all of them cannot be chosen.
 
     Returns:
-        None if `step` is None and there is no step folder at all.
+        None if `step` is None and nothing was ever committed: there is no step folder, or only such as a
+        process died over while it wrote them.
 
     Raises:
         CheckpointError: `step` is missing or cannot be loaded; or there are steps and none can be loaded.
@@ -182,7 +183,7 @@ def resolve_step(
                     f"step {step} cannot be loaded from {entry.path}: {reasons[entry.path]}; {available}"
                 )
         raise CheckpointError(f"there is no step {step} in {checkpoints}; {available}")
-    if not entries:
+    if all(entry.path.name.endswith(PARTIAL_SUFFIX) for entry in entries):
         return None
     if not usable:
         found = "; ".join(f"{entry.path.name}: {reasons[entry.path]}" for entry in entries)

@@ -229,6 +229,8 @@ def _is_failure(record: ExitRecord) -> bool:
 def _report(record: ExitRecord, attempt_dir: Path) -> str:
     path = log_path(attempt_dir, record.rank)
     head = f"rank {record.rank} ended first, with exit code {record.code}: {record.message}"
+    if record.rank == 0:
+        return f"{head}\nits output is above, and in {path}"  # rank 0 has been shown all along
     return f"{head}\nthe end of {path}:\n{_last_lines(path)}"
 
 

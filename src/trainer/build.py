@@ -102,6 +102,8 @@ def build_sft(
     plan = None
     if config.resume is not None:
         plan = plan_resume(config.resume, folder, process, config.model_dump(mode="json"))
+        if plan is None and process.is_main:
+            logger.warning("the run ended before its first checkpoint: it starts again at step 0")
     files = _first_on_each_machine(process, lambda: resolve_model(config.model))
     console = stack.enter_context(_open_console(config, process))
     data = _first_on_each_machine(process, lambda: _open_data(config, process, files))

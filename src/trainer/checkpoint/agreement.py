@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from contract.errors import CheckpointError
+from contract.errors import CheckpointError, TailraceError
 
 T = TypeVar("T")
 
@@ -59,6 +59,6 @@ def explain(error: BaseException) -> str:
             errno.EFBIG: "the file is larger than this process or file system allows",
         }.get(error.errno or 0)
         return f"{hint or error.strerror or error}{name}"
-    if isinstance(error, CheckpointError):
+    if isinstance(error, TailraceError):
         return str(error)
     return f"{type(error).__name__}: {error}"

@@ -65,8 +65,12 @@ class ResumePlan:
 
 def plan_resume(
     resume: ResumeConfig, folder: RunFolder, process: Process, resolved_config: Mapping[str, Any]
-) -> ResumePlan:
+) -> ResumePlan | None:
     """Choose the step and say what of it will be loaded; collective, loads nothing.
+
+    Returns:
+        None if this run was begun but died before its first checkpoint: it then starts at step 0, so that one
+        command (`--resume`) can always be repeated.
 
     Args:
         resolved_config: the configuration of this run, JSON values.
@@ -80,7 +84,6 @@ def plan_resume(
         "cannot resume",
         lambda: _plan(resume, folder, resolved_config) if process.is_main else None,
     )
-    assert plans[0] is not None
     return plans[0]
 
 
@@ -89,11 +92,13 @@ def state_config(resolved_config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in resolved_config.items() if key not in _NOT_STATE}
 
 
-def _plan(resume: ResumeConfig, folder: RunFolder, resolved_config: Mapping[str, Any]) -> ResumePlan:
+def _plan(resume: ResumeConfig, folder: RunFolder, resolved_config: Mapping[str, Any]) -> ResumePlan | None:
     if resume.dir is not None:
         chosen = _resolve_folder(resume.dir.expanduser())
     else:
         found = resolve_step(folder.checkpoints, resume.step, components=("trainer",))
+        if found is None and folder.metrics.exists():
+            return None
         if found is None:
             raise CheckpointError(
                 f"resume is set, but {folder.checkpoints} holds no checkpoint; remove `--resume` to start a "
@@ -126,7 +131,8 @@ def _resolve_folder(path: Path) -> ResolvedStep:
                 f"name one of them, e.g. {str(checkpoints / f'step_{steps[-1]}')!r}"
             )
         resolved = resolve_step(checkpoints, components=("trainer",))
-        assert resolved is not None
+        if resolved is None:
+            raise CheckpointError(f"resume.dir = {str(path)!r}: no checkpoint was ever committed there")
         return resolved
     entry = inspect_step(path)
     if entry.problem is not None or entry.record is None:

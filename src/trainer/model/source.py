@@ -104,6 +104,8 @@ def load_tokenizer(config: ModelConfig, source: ModelSource) -> PreTrainedTokeni
         raise ModelError(
             f"the tokenizer of {str(origin)!r} cannot be loaded: {error}; set model.tokenizer"
         ) from error
+    # The name and not the place of its files: renderers are chosen by it.
+    tokenizer.name_or_path = config.tokenizer or config.name
     if config.chat_template is not None:
         template = Path(config.chat_template)
         is_file = "{" not in config.chat_template

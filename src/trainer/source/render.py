@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 _MARKER = "\ue000turn\ue001"
 """Stands for an assistant turn; private-use characters, which no template treats otherwise than text."""
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +228,9 @@ def _create_family_renderer(tokenizer: PreTrainedTokenizerBase) -> Any | None:
 
     Looked up by name here: the library's own choice asks the Hub about every name that it does not know.
     """
-    from renderers import config_from_name, create_renderer  # imported here: it takes half a second
+    if not _HUB_ID.fullmatch(tokenizer.name_or_path):
+        return None
+    from renderers import config_from_name, create_renderer  # imported here: it takes seconds
     from renderers.base import MODEL_RENDERER_MAP
 
     family = MODEL_RENDERER_MAP.get(tokenizer.name_or_path)

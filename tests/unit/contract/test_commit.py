@@ -117,9 +117,13 @@ def test_a_missing_step_names_the_steps_that_there_are(tmp_path: Path) -> None:
 def test_steps_of_which_none_is_complete_are_an_error_and_no_fresh_start(tmp_path: Path) -> None:
     assert resolve_step(tmp_path) is None
     assert resolve_step(tmp_path / "missing") is None
+    # A process that died over its very first save has lost no checkpoint.
     write_partial(tmp_path, 5)
+    assert resolve_step(tmp_path) is None
+    step = write_step(tmp_path, 3)
+    (step / "complete.json").unlink()
     with pytest.raises(
-        CheckpointError, match=r"none that can be loaded \(step_5.partial: it was never committed"
+        CheckpointError, match=r"none that can be loaded \(step_3: .*step_5.partial: it was never"
     ):
         resolve_step(tmp_path)
 

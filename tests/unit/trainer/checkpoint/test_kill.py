@@ -13,9 +13,9 @@ import torch
 from contract.commit import scan, verify
 from contract.layout import RunFolder
 from tests.support.ranks import run_ranks
+from tests.support.resume import planned
 from tests.unit.trainer.checkpoint.fakes import FakePart, single_process
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.checkpoint.resume import plan_resume
 from trainer.config.checkpoint import CheckpointConfig, ResumeConfig
 
 KEEP_LAST = 2
@@ -33,7 +33,7 @@ def save_for_ever(root: str, resume: bool, channel: Connection) -> None:
         }
         manager = CheckpointManager(CheckpointConfig(keep_last=KEEP_LAST), folder, process, parts, {})
         if resume:
-            plan = plan_resume(ResumeConfig(), folder, process, {})
+            plan = planned(ResumeConfig(), folder, process, {})
             manager.load(plan)
             assert plan.step == parts["progress"].held_values["step"]
             assert bool((parts["model"].held["w"] == plan.step).all())

@@ -14,9 +14,9 @@ import torch
 from contract.commit import inspect_step, scan, verify
 from contract.errors import CheckpointError
 from contract.layout import RunFolder
+from tests.support.resume import planned
 from tests.unit.trainer.checkpoint.fakes import FakePart, single_process
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.checkpoint.resume import plan_resume
 from trainer.config.checkpoint import CheckpointConfig, ResumeConfig
 from trainer.parallel.process import Process
 
@@ -58,7 +58,7 @@ def committed(folder: RunFolder) -> list[int]:
 
 def load(folder: RunFolder, process: Process, parts: dict[str, FakePart], **resume: Any) -> CheckpointManager:
     manager = make_manager(folder, process, parts)
-    manager.load(plan_resume(ResumeConfig(**resume), folder, process, CONFIG))
+    manager.load(planned(ResumeConfig(**resume), folder, process, CONFIG))
     return manager
 
 
@@ -130,7 +130,7 @@ def test_the_plan_says_what_is_loaded_what_is_skipped_and_what_changed(
 ) -> None:
     make_manager(folder, process).save(7)
     now = {**CONFIG, "optimizer": {"lr": 2e-5}, "resume": {"step": 7}}
-    plan = plan_resume(ResumeConfig(step=7, skip_data=True), folder, process, now)
+    plan = planned(ResumeConfig(step=7, skip_data=True), folder, process, now)
     assert plan.lines() == [
         f"resumes step 7 of {folder.checkpoints / 'step_7'} (written by 1 process)",
         "loads model, optimizer, schedule, progress",
@@ -141,7 +141,7 @@ def test_the_plan_says_what_is_loaded_what_is_skipped_and_what_changed(
 
 def test_resume_without_any_checkpoint_is_an_error(folder: RunFolder, process: Process) -> None:
     with pytest.raises(CheckpointError, match=r"holds no checkpoint; remove `--resume`"):
-        plan_resume(ResumeConfig(), folder, process, CONFIG)
+        planned(ResumeConfig(), folder, process, CONFIG)
 
 
 def test_resume_dir_takes_a_step_of_any_run_and_no_ambiguous_folder(
@@ -151,18 +151,18 @@ def test_resume_dir_takes_a_step_of_any_run_and_no_ambiguous_folder(
     manager.save(7)
     elsewhere = RunFolder(folder.root.parent / "other")
     for path in (folder.checkpoints / "step_7", folder.checkpoints, folder.root):
-        assert plan_resume(ResumeConfig(dir=path), elsewhere, process, CONFIG).step == 7
+        assert planned(ResumeConfig(dir=path), elsewhere, process, CONFIG).step == 7
     manager.save(8)
     renamed = (folder.checkpoints / "step_7").rename(folder.root.parent / "best")
-    assert plan_resume(ResumeConfig(dir=renamed), elsewhere, process, CONFIG).step == 7
+    assert planned(ResumeConfig(dir=renamed), elsewhere, process, CONFIG).step == 7
     manager.save(9)
     with pytest.raises(CheckpointError, match=r"several checkpoints \(steps 8, 9\); name one of them"):
-        plan_resume(ResumeConfig(dir=folder.root), elsewhere, process, CONFIG)
+        planned(ResumeConfig(dir=folder.root), elsewhere, process, CONFIG)
     (folder.checkpoints / "step_9" / "complete.json").unlink()
     with pytest.raises(CheckpointError, match=r"complete.json is missing"):
-        plan_resume(ResumeConfig(dir=folder.checkpoints / "step_9"), elsewhere, process, CONFIG)
+        planned(ResumeConfig(dir=folder.checkpoints / "step_9"), elsewhere, process, CONFIG)
     with pytest.raises(CheckpointError, match="there is no such folder"):
-        plan_resume(ResumeConfig(dir=folder.root / "nowhere"), elsewhere, process, CONFIG)
+        planned(ResumeConfig(dir=folder.root / "nowhere"), elsewhere, process, CONFIG)
 
 
 def test_retention_deletes_only_after_the_newer_commit_and_knows_earlier_attempts(
@@ -175,7 +175,7 @@ def test_retention_deletes_only_after_the_newer_commit_and_knows_earlier_attempt
     (folder.checkpoints / "notes").mkdir()
     (folder.checkpoints / "step_2_copy").mkdir()
     again = CheckpointManager(CheckpointConfig(keep_last=1), folder, process, make_parts(), CONFIG)
-    again.load(plan_resume(ResumeConfig(), folder, process, CONFIG))
+    again.load(planned(ResumeConfig(), folder, process, CONFIG))
     assert committed(folder) == [4, 5, 6]
     again.save(7)
     assert committed(folder) == [7]

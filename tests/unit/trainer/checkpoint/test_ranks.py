@@ -16,10 +16,10 @@ from contract.commit import inspect_step, scan, verify
 from contract.errors import CheckpointError
 from contract.layout import RunFolder
 from tests.support.ranks import run_ranks
+from tests.support.resume import planned
 from tests.unit.trainer.checkpoint.fakes import FakePart, process_of_rank
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.reader import read_tensors
-from trainer.checkpoint.resume import plan_resume
 from trainer.config.checkpoint import CheckpointConfig, ResumeConfig
 
 # Rows that two and three ranks cannot share evenly, and fewer rows than ranks.
@@ -57,7 +57,7 @@ def load_on_ranks(root: str) -> tuple[dict[str, Any], dict[str, float], float]:
     process = process_of_rank()
     parts = sharded_parts(0.0)
     manager = CheckpointManager(None, RunFolder(Path(root)), process, parts, {"seed": 1})
-    manager.load(plan_resume(ResumeConfig(), RunFolder(Path(root)), process, {"seed": 1}))
+    manager.load(planned(ResumeConfig(), RunFolder(Path(root)), process, {"seed": 1}))
     held = {**parts["model"].held, **parts["optimizer"].held}
     whole = {
         name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).tolist()
