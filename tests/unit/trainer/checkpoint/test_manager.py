@@ -17,6 +17,7 @@ from contract.layout import RunFolder
 from tests.support.resume import planned
 from tests.unit.trainer.checkpoint.fakes import FakePart, single_process
 from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.resume import plan_resume
 from trainer.config.checkpoint import CheckpointConfig, ResumeConfig
 from trainer.parallel.process import Process
 
@@ -142,6 +143,16 @@ def test_the_plan_says_what_is_loaded_what_is_skipped_and_what_changed(
 def test_resume_without_any_checkpoint_is_an_error(folder: RunFolder, process: Process) -> None:
     with pytest.raises(CheckpointError, match=r"holds no checkpoint; remove `--resume`"):
         planned(ResumeConfig(), folder, process, CONFIG)
+
+
+def test_a_run_that_died_before_its_first_checkpoint_is_resumed_from_the_beginning(
+    folder: RunFolder, process: Process
+) -> None:
+    folder.root.mkdir(parents=True, exist_ok=True)
+    folder.metrics.write_text('{"step": 1}\n')
+    assert plan_resume(ResumeConfig(), folder, process, CONFIG) is None
+    with pytest.raises(CheckpointError, match="no step 3"):
+        plan_resume(ResumeConfig(step=3), folder, process, CONFIG)
 
 
 def test_resume_dir_takes_a_step_of_any_run_and_no_ambiguous_folder(
