@@ -43,10 +43,11 @@ def check_usable(folder: RunFolder, *, resume: bool, clean: bool) -> None:
 
 
 @contextmanager
-def lock(folder: RunFolder) -> Iterator[None]:
+def lock(folder: RunFolder) -> Iterator[int]:
     """Hold the run folder for the time inside: two runs in one folder would delete each other's checkpoints.
 
-    The lock ends with the process, however it ends. On systems without `flock` nothing is locked.
+    Gives the file descriptor: the lock ends with the last process that has it open, however that ends. On
+    systems without `flock` nothing is locked.
 
     Raises:
         RunFolderError: a live run holds it, or the folder cannot be written.
@@ -63,7 +64,7 @@ def lock(folder: RunFolder) -> Iterator[None]:
                     f"a run is going on in {folder.root}, and nothing was changed there. Wait for it or "
                     "end it, or start another: --run-name NAME"
                 ) from None
-        yield
+        yield file.fileno()
 
 
 def clean_run(folder: RunFolder) -> list[Path]:

@@ -29,23 +29,28 @@ _TAIL_LINES = 20
 _SIGNALS_UNTIL_KILL = 3
 
 
-def launch(spec: LaunchSpec) -> int:
+def launch(spec: LaunchSpec, *, keep_open: tuple[int, ...] = ()) -> int:
     """Run `spec.command` in `spec.num_processes` ranks until all have ended; returns the exit code of the
     run.
 
     The first and the second SIGINT or SIGTERM are passed on to the ranks (save and end; end at once), the
     third kills them, as does the end of `spec.grace_seconds` after the first. Rank 0's output is shown on
     this process's stdout.
+
+    Args:
+        keep_open: file descriptors that the agent inherits; it outlives this process until all ranks have
+            ended.
     """
     spec.write()
-    return _Launch(spec).run()
+    return _Launch(spec, keep_open).run()
 
 
 class _Launch:
     """One launch, from the first process to the last."""
 
-    def __init__(self, spec: LaunchSpec) -> None:
+    def __init__(self, spec: LaunchSpec, keep_open: tuple[int, ...]) -> None:
         self._spec = spec
+        self._keep_open = keep_open
         self._console = _Tail(log_path(spec.attempt_dir, 0))
         self._signals: list[int] = []
         self._delivered = [0] * spec.num_processes
@@ -94,6 +99,7 @@ class _Launch:
             env=environment,
             # Ctrl-C in a terminal reaches this process only, which passes it on once.
             start_new_session=True,
+            pass_fds=self._keep_open,
             preexec_fn=lambda: die_with_parent(launcher_pid),
         )
 

@@ -89,11 +89,11 @@ def _run(loaded: Loaded[SFTConfig], outer: OuterRank | None) -> int:
         return _run_as_rank(config, folder, outer)
     processes = _number_of_processes(config)
     run_folder.check_usable(folder, resume=config.resume is not None, clean=config.clean)
-    with run_folder.lock(folder):
-        return _start(config, folder, processes)
+    with run_folder.lock(folder) as held:
+        return _start(config, folder, processes, held)
 
 
-def _start(config: SFTConfig, folder: RunFolder, processes: int) -> int:
+def _start(config: SFTConfig, folder: RunFolder, processes: int, held: int) -> int:
     """Prepare the folder, and train in this process or in `processes` of its own."""
     config_path, attempt = _prepare(config, folder)
     if processes == 1:
@@ -107,7 +107,8 @@ def _start(config: SFTConfig, folder: RunFolder, processes: int) -> int:
             attempt_dir=attempt.absolute(),
             num_threads=config.deployment.num_threads or max(1, num_cores() // processes),
             grace_seconds=config.deployment.grace_seconds,
-        )
+        ),
+        keep_open=(held,),
     )
 
 
@@ -141,8 +142,11 @@ def _prepare(config: SFTConfig, folder: RunFolder) -> tuple[Path, Path]:
                 f"note: kept by --clean, not written by a run: {', '.join(map(str, foreign))}",
                 file=sys.stderr,
             )
-    path = run_folder.write_config(folder, _resolved(config))
-    return path, run_folder.new_attempt(folder)
+    run_folder.write_config(folder, _resolved(config))
+    attempt = run_folder.new_attempt(folder)
+    path = attempt / "sft.toml"
+    path.write_text(to_toml(config, header="What this attempt was started with."), encoding="utf-8")
+    return path, attempt
 
 
 def _check_inputs(config: SFTConfig) -> None:
@@ -163,10 +167,10 @@ def _check_inputs(config: SFTConfig) -> None:
 
 
 def _resolved(config: SFTConfig) -> str:
-    # `clean` is an act of one command, not a property of the run: read back, it would delete what it
-    # documents.
+    # `clean` and `resume` are acts of one command, not properties of the run: read back, they would delete or
+    # leave behind what was trained since.
     return to_toml(
-        config.model_copy(update={"clean": False}),
+        config.model_copy(update={"clean": False, "resume": None}),
         header="Resolved configuration; run it with `sft @ THIS_FILE`.",
     )
 
@@ -209,7 +213,7 @@ def _prepare_as_rank(config: SFTConfig, folder: RunFolder, outer: OuterRank) -> 
     """The configuration's file and the attempt's folder, which rank 0 creates and the others wait for."""
     if outer.rank != 0:
         attempt = _attempt_of_rank_0(folder, outer)
-        return folder.config / "sft.toml", attempt
+        return attempt / "sft.toml", attempt
     config_path, attempt = _prepare(config, folder)
     partial = attempt / "outer.partial"
     partial.write_text(json.dumps({"launch_id": outer.launch_id}))

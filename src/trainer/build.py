@@ -11,7 +11,7 @@ import functools
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from rich.console import Console as RichConsole
 
+from contract.errors import ModelError
 from contract.layout import RunFolder
 from telemetry.console import Console
 from telemetry.log import terminal
@@ -31,11 +32,7 @@ from trainer.checkpoint.resume import ResumePlan, plan_resume
 from trainer.config import SFTConfig
 from trainer.config.data import ChatDataConfig
 from trainer.engine import Engine
-from trainer.hooks.base import Hook
-from trainer.hooks.export import ExportHook
-from trainer.hooks.housekeeping import GarbageHook, ProfileHook
-from trainer.hooks.sample import Prompt, SampleHook
-from trainer.hooks.validate import ValidateHook
+from trainer.hooks.build import build_hooks
 from trainer.loop import Loop
 from trainer.model.build import build_model, describe
 from trainer.model.causal_lm import CausalLM
@@ -112,20 +109,22 @@ def build_sft(
     model = _build_model(config, process, files)
     shape = describe(model)
     engine, optimizer = _build_engine(config, process, model)
-    total_steps = config.max_steps or data.source.total_steps
-    assert total_steps is not None, "a source of max_epochs knows its steps"
+    _check_sizes(config, model, data.tokenizer)
 
     state, tracker = TrainState(), TrackerPart()
     parts = _list_parts(model, optimizer, state, data.source, tracker)
     checkpoint = CheckpointManager(config.ckpt, folder, process, parts, config.model_dump(mode="json"))
     stack.callback(checkpoint.close)
     _resume(checkpoint, plan, folder, tracker)
+    total_steps = config.max_steps or state.step + (data.source.steps_left or 0)
     peak = find_peak(config, process)
     metrics = stack.enter_context(_open_metrics(config, process, folder, attempt, tracker, state))
     reporter = StepReporter(
         process, metrics, console, shape, peak, peak_lr=config.optimizer.lr, total_steps=total_steps
     )
-    hooks = _build_hooks(config, process, stop, folder, files, data, model, engine, console)
+    hooks = build_hooks(
+        config, process, stop, folder, files, model, engine, console, data.tokenizer, data.validation
+    )
     for hook in hooks:
         stack.callback(hook.close)
     schedule = build_schedule(config.schedule, _schedule_steps(config, state, total_steps, plan))
@@ -146,6 +145,21 @@ def build_sft(
     console.summary(start_summary(config, process, shape, files, sources, peak, folder, plan, total_steps))
     console.start(total_steps, state.step + 1)
     return Run(loop, state, console, reporter, total_steps, start_time)
+
+
+def _check_sizes(config: SFTConfig, model: CausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+    if len(tokenizer) > model.vocab_size:
+        raise ModelError(
+            f"the tokenizer has {len(tokenizer):,} tokens, but the model {config.model.name!r} embeds "
+            f"{model.vocab_size:,}; set model.tokenizer to the model's own"
+        )
+    longest = getattr(model.lm.config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and config.data.seq_len > longest:
+        logger.warning(
+            "data.seq_len = %d is beyond the %d positions that the model was made for",
+            config.data.seq_len,
+            longest,
+        )
 
 
 def _list_parts(
@@ -317,79 +331,6 @@ def _open_metrics(
             TensorboardSink(folder.tensorboard, flush_seconds=flush_seconds, first_step=state.step + 1)
         )
     return Metrics(sinks)
-
-
-def _build_hooks(
-    config: SFTConfig,
-    process: Process,
-    stop: StopRequest,
-    folder: RunFolder,
-    files: ModelSource,
-    data: _Data,
-    model: CausalLM,
-    engine: Engine,
-    console: Console,
-) -> Sequence[Hook]:
-    hooks: list[Hook] = []
-    if config.profiler is not None:
-        profiler = config.profiler
-        hooks.append(
-            ProfileHook(
-                folder.traces,
-                process.rank,
-                start_step=profiler.start_step,
-                num_steps=profiler.num_steps,
-                with_stack=profiler.with_stack,
-            )
-        )
-    if config.validation is not None and data.validation is not None:
-        interval, at_start = config.validation.interval, config.validation.at_start
-        hooks.append(
-            ValidateHook(data.validation, engine, process, stop, interval=interval, at_start=at_start)
-        )
-    if config.sample is not None:
-        hooks.append(_build_sample_hook(config, data.tokenizer, engine, console))
-    if config.export is not None:
-        hooks.append(
-            ExportHook(
-                config.export,
-                process,
-                folder.weights,
-                files.folder,
-                model,
-                data.tokenizer,
-                trust_remote_code=config.model.trust_remote_code,
-            )
-        )
-    hooks.append(GarbageHook())
-    return hooks
-
-
-def _build_sample_hook(
-    config: SFTConfig, tokenizer: PreTrainedTokenizerBase, engine: Engine, console: Console
-) -> SampleHook:
-    assert config.sample is not None
-    system = [{"role": "system", "content": config.sample.system}] if config.sample.system is not None else []
-    prompts = []
-    for text in config.sample.prompts:
-        messages = [*system, {"role": "user", "content": text}]
-        rendered: Mapping[str, Any] = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True
-        )  # pyright: ignore[reportAssignmentType]
-        prompts.append(Prompt(text, rendered["input_ids"]))
-    return SampleHook(
-        engine,
-        prompts,
-        decode=lambda ids: str(tokenizer.decode(list(ids))),
-        stop_ids=_stop_ids(tokenizer),
-        max_new_tokens=config.sample.max_new_tokens,
-        show=console.sample,
-    )
-
-
-def _stop_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    end = tokenizer.eos_token_id
-    return frozenset({end} if isinstance(end, int) else ())
 
 
 def run_folder(config: SFTConfig) -> RunFolder:

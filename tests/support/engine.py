@@ -163,9 +163,12 @@ class ListSource:
     """Hands out given batches, then None."""
 
     def __init__(self, batches: Sequence[StepBatch | None]) -> None:
-        self.total_steps: int | None = len(batches)
         self._batches = batches
         self.position = 0
+
+    @property
+    def steps_left(self) -> int | None:
+        return len(self._batches) - self.position
 
     def next_step(self) -> StepBatch | None:
         if self.position >= len(self._batches):

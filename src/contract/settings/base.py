@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 
 class Settings(BaseModel):
@@ -27,5 +27,5 @@ class Settings(BaseModel):
     )
 
 
-PathSetting = Annotated[Path, Field(strict=False)]
-"""A path given as a string in TOML or on the command line."""
+PathSetting = Annotated[Path, Field(strict=False), AfterValidator(Path.expanduser)]
+"""A path given as a string in TOML or on the command line; a leading `~` is the home folder."""

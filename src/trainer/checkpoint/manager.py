@@ -5,8 +5,8 @@ commit, never before; pruning acts on known steps only, after a newer one is com
 collective: every rank calls them in the same order, and an error is raised on every rank.
 
 When a run goes on from step N, steps after N belong to a history that is left. They stay until the new
-history has a committed step of its own; then they are moved to `superseded/`, so that they can never be taken
-for its latest.
+history is saved for the first time, and are moved to `superseded/` just before that, so that they can never
+be taken for its latest.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class CheckpointManager:
         self._parts = parts
         self._resolved_config = state_config(resolved_config)
         self._components = components
+        self._folder = folder
         self._storage: Storage = LocalStorage(folder.checkpoints)
         self._in_flight = InFlight()
         known = [] if config is None else self._open_folder(config)
@@ -108,9 +109,9 @@ class CheckpointManager:
         if step in self._committed:
             return None
         self._refuse_non_finite(step)
+        self._leave_old_history()
         generators = {f"{rng.PREFIX}{self._process.rank}": rng.capture(self._process.device)}
         snapshot = take_snapshot(step, self._parts, generators, self._resolved_config)
-        replaced = sorted(self._superseded - {step})
         outdated = self._outdated(step, config)
 
         def write() -> SaveReport:
@@ -123,7 +124,7 @@ class CheckpointManager:
                 components=self._components,
             )
             if self._process.is_main:
-                self._tidy(replaced, outdated)
+                self._remove(outdated)
             return report
 
         self._in_flight.start(write)
@@ -141,7 +142,6 @@ class CheckpointManager:
             return
         assert self._config is not None
         self._committed = (self._committed | {report.step}) - set(self._outdated(report.step, self._config))
-        self._superseded = set()
         if self._process.is_main:
             logger.info(
                 "saved step %d: %s in %.1f s (%.0f MB/s)",
@@ -180,7 +180,9 @@ class CheckpointManager:
         load_step(plan.path, plan.record, parts, self._process, with_rng=with_progress)
         start_step = plan.step if with_progress else 0
         known = self._committed | self._superseded
-        self._committed = {step for step in known if step <= start_step}
+        # Steps of this folder are ancestors only if the run goes on from one of them.
+        is_own = plan.path.parent.resolve() == self._folder.checkpoints.resolve()
+        self._committed = {step for step in known if is_own and step <= start_step}
         self._superseded = known - self._committed
 
     def _outdated(self, step: int, config: CheckpointConfig) -> list[int]:
@@ -188,18 +190,29 @@ class CheckpointManager:
         known = self._committed | {step}
         return steps_to_delete(known, config.keep_last, config.keep_interval, protect=(step,))
 
-    def _tidy(self, replaced: list[int], outdated: list[int]) -> None:
-        """Only after a commit. A step that cannot be moved or deleted costs room, no more than that."""
-        for step in replaced:
-            try:
-                place = self._storage.set_aside(step)
-                logger.warning(
-                    "step %d is of the history before this resume, and was moved to %s", step, place
-                )
-            except OSError as error:
-                logger.warning(
-                    "step %d is of the history before this resume, and cannot be moved: %s", step, error
-                )
+    def _leave_old_history(self) -> None:
+        """Before the first save of a new history: a kill in between must not make the old one latest again.
+
+        Raises:
+            CheckpointError: a step cannot be moved; it would be taken for the latest later.
+        """
+        if not self._superseded:
+            return
+
+        def move() -> None:
+            if self._process.is_main:
+                for step in sorted(self._superseded):
+                    place = self._storage.set_aside(step)
+                    logger.warning(
+                        "step %d is of the history before this resume, and was moved to %s", step, place
+                    )
+
+        what = "checkpoints of the history that this run left cannot be moved out of the way"
+        on_all_ranks(self._process.control_group, what, move)
+        self._superseded = set()
+
+    def _remove(self, outdated: list[int]) -> None:
+        """Only after a commit. A step that cannot be deleted costs room, no more than that."""
         for step in outdated:
             try:
                 self._storage.remove(step)

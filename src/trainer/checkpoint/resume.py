@@ -97,7 +97,7 @@ def _plan(resume: ResumeConfig, folder: RunFolder, resolved_config: Mapping[str,
         chosen = _resolve_folder(resume.dir.expanduser())
     else:
         found = resolve_step(folder.checkpoints, resume.step, components=("trainer",))
-        if found is None and folder.metrics.exists():
+        if found is None and _died_before_first_save(folder):
             return None
         if found is None:
             raise CheckpointError(
@@ -116,6 +116,14 @@ def _plan(resume: ResumeConfig, folder: RunFolder, resolved_config: Mapping[str,
         warnings=chosen.warnings,
         changes=_changes(read_config(path), state_config(resolved_config)),
     )
+
+
+def _died_before_first_save(folder: RunFolder) -> bool:
+    """Whether an earlier attempt began this run and never saved; an emptied folder does not count."""
+    if folder.metrics.exists():
+        return '"time/save_ckpt"' not in folder.metrics.read_text(errors="replace")
+    # The present attempt has a folder already.
+    return len(list(folder.logs.glob("attempt_*"))) > 1
 
 
 def _resolve_folder(path: Path) -> ResolvedStep:

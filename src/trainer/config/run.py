@@ -28,7 +28,9 @@ class SFTConfig(Settings):
     clean: bool = Field(
         default=False, description="Delete a run that the folder already holds, and start anew."
     )
-    seed: int = Field(default=0, ge=0, description="Decides random weights, the order of rows and dropout.")
+    seed: int = Field(
+        default=0, ge=0, lt=2**62, description="Decides random weights, the order of rows and dropout."
+    )
     max_steps: Annotated[int, Field(ge=1)] | None = Field(
         default=None,
         description="Updates in the run, counted from step 0; None leaves the end to max_epochs.",

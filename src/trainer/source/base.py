@@ -16,8 +16,10 @@ class Source(Protocol):
     sees the rows it would have seen.
     """
 
-    total_steps: int | None
-    """Updates until the source is exhausted (`max_epochs`), or None if it never is."""
+    @property
+    def steps_left(self) -> int | None:
+        """Updates from the present position to the end of the data (`max_epochs`); None if it never ends."""
+        ...
 
     def next_step(self) -> StepBatch | None:
         """The batch of the next update for this rank, or None (on all ranks alike) if there is no more

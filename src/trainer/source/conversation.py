@@ -149,7 +149,7 @@ def _decode_arguments(arguments: Any) -> Any:
     if isinstance(arguments, str):
         try:
             decoded = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             return arguments
         return decoded if isinstance(decoded, dict) else arguments
     return {} if arguments is None else arguments
@@ -159,7 +159,7 @@ def _parse_tools(tools: Any) -> list[dict[str, Any]] | None:
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RowError("wrong type", f"`tools` is text that is not JSON: {error}") from None
     if tools is None:
         return None

@@ -98,9 +98,11 @@ class RowCursor:
         self.num_rows_taken = 0
 
     @property
-    def total_steps(self) -> int | None:
-        """Updates of the whole stream, the last perhaps short; None if it is endless."""
-        return None if self._end is None else math.ceil(self._end / self._batch_size)
+    def steps_left(self) -> int | None:
+        """Updates to the end of the stream, the last perhaps short; None if it is endless."""
+        if self._end is None:
+            return None
+        return math.ceil(max(0, self._end - self.num_rows_taken) / self._batch_size)
 
     def next(self) -> Share | None:
         """The rows of the next update, or None at the end of the stream."""

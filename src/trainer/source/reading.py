@@ -177,6 +177,8 @@ def _decode_line(line: bytes) -> Any:
         return RowError("bad JSON", f"not valid JSON: {error.msg} at column {error.colno}")
     except RecursionError:
         return RowError("bad JSON", "not valid JSON: nested too deeply")
+    except ValueError as error:  # a number of thousands of digits
+        return RowError("bad JSON", f"not usable JSON: {error}")
 
 
 def _starts_with_bracket(path: Path) -> bool:
@@ -190,7 +192,7 @@ def _starts_with_bracket(path: Path) -> bool:
 def _read_json_array(path: Path) -> Iterator[Row]:
     try:
         rows = json.loads(path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(
             f"{path} is not a JSON array of rows: {error}; .jsonl with one row a line says more"
         ) from error

@@ -142,6 +142,10 @@ class ConversationRenderer:
                 "refused by the chat template", f"the chat template refuses the row: {error}"
             ) from error
         assert isinstance(text, str)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RowError("not Unicode text", f"the row holds half of a surrogate pair: {error}") from None
         return text
 
     def _attribute(
@@ -157,6 +161,8 @@ class ConversationRenderer:
         for turn in turns:
             start, end = self._find_turn(conversation, text, turn)
             first, behind = bisect_left(begins, start), bisect_left(begins, end)
+            if start == end:
+                raise _not_attributable(turn, "the template leaves out all of it (tool calls, say)")
             trainable[first : self._include_turn_end(text, tokens, offsets, behind)] = True
         return Rendered(ids, trainable)
 

@@ -121,7 +121,11 @@ class RowSource:
             shuffle=shuffle,
             max_epochs=max_epochs,
         )
-        self.total_steps = self._cursor.total_steps
+
+    @property
+    def steps_left(self) -> int | None:
+        """Updates from the present position to the end of the data; None if it never ends."""
+        return self._cursor.steps_left
 
     def next_step(self) -> StepBatch | None:
         """The batch of the next update for this rank, or None on all ranks alike if there is no more data."""

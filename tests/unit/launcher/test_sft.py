@@ -138,5 +138,5 @@ def test_under_an_outer_torchrun_only_rank_0_writes_and_others_follow_it(tmp_pat
     config = _config("--output-dir", str(tmp_path))
     _, attempt = sft._prepare_as_rank(config, folder, rank_0)
     assert attempt.name == "attempt_3"
-    assert sft._prepare_as_rank(config, folder, rank_1) == (folder.config / "sft.toml", attempt)
+    assert sft._prepare_as_rank(config, folder, rank_1) == (attempt / "sft.toml", attempt)
     assert sft.OuterRank.from_environment({}) is None

@@ -80,7 +80,7 @@ def test_ranks_share_the_rows_of_an_update_whatever_their_number(
 
 def test_the_last_update_is_short_and_nothing_is_dropped_or_repeated() -> None:
     stream = cursor(num_rows=5, max_epochs=3)
-    assert stream.total_steps == 4
+    assert stream.steps_left == 4
     rows, epochs = [], []
     while (share := stream.next()) is not None:
         rows += share.rows.tolist()

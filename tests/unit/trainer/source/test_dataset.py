@@ -146,7 +146,7 @@ def test_the_short_last_update_gives_every_rank_equally_many_micro_batches(
 ) -> None:
     config = {"packing": False, "shuffle": False, "batch_size": 8}
     sources = [build(rank=rank, world_size=4, max_epochs=1, config=config) for rank in range(4)]
-    assert {source.total_steps for source in sources} == {3}
+    assert {source.steps_left for source in sources} == {3}
     last = [take(source, 3)[-1] for source in sources]  # 23 rows: the last update has 7
     assert [len(batch.micro_batches) for batch in last] == [2] * 4
     assert [batch.micro_batches[1].sample_ids for batch in last] == [(20,), (21,), (22,), ()]

@@ -49,6 +49,6 @@ def test_the_position_is_state() -> None:
 
 def test_the_stream_ends_after_its_epochs() -> None:
     source = build()
-    assert source.total_steps == 3
+    assert source.steps_left == 3
     epochs = [batch.epoch for batch in iter(source.next_step, None)]
     assert epochs == [4 / 6, 8 / 6, 2.0]
