@@ -185,6 +185,11 @@ def _dry_run(config: SFTConfig, folder: RunFolder) -> int:
         name = "dry_run.toml"  # config/sft.toml is that of the run in the folder
         if config.resume is None and not config.clean:
             print(f"note: without --dry-run this would be refused: {error}", file=sys.stderr)
+    try:
+        _check_inputs(config)
+    except TailraceError as error:
+        # A configuration may be written on one machine for another.
+        print(f"note: on this machine it would be refused: {error}", file=sys.stderr)
     path = run_folder.write_config(folder, _resolved(config), name)
     print(f"the configuration is valid; resolved: {path}")
     return EXIT_OK

@@ -142,11 +142,11 @@ class Console:
             table.add_row(*(Text(row.get(column, "")) for column in rows[0]))
         self._console.print(table)
 
-    def finish(self, summary: Mapping[str, str]) -> None:
+    def finish(self, summary: Mapping[str, str], *, heading: str = "Done") -> None:
         """End with the steps and print what came of the run: title -> value."""
         self.close()
         table = Table(
-            box=box.SIMPLE_HEAD, title="Done", title_justify="left", show_header=False, pad_edge=False
+            box=box.SIMPLE_HEAD, title=heading, title_justify="left", show_header=False, pad_edge=False
         )
         table.add_column(style="dim", no_wrap=True)
         table.add_column(overflow="fold")

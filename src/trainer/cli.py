@@ -79,7 +79,8 @@ def _train(
                 # the first to fail.
                 on_error(error)
                 raise
-            run.console.finish(_end_summary(run, outcome, folder))
+            heading = "Stopped" if outcome.signum else "Done"
+            run.console.finish(_end_summary(run, outcome, folder), heading=heading)
         # The first rank that exits makes torchrun end the others: leave together, after everything is closed.
         process.barrier()
     return EXIT_SIGNAL_BASE + outcome.signum if outcome.signum else EXIT_OK

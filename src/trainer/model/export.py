@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -73,6 +74,7 @@ def export_weights(
         with _without_progress_bars():
             model.save_pretrained(partial, state_dict=state, max_shard_size=max_shard_size)
             tokenizer.save_pretrained(partial)
+            _share(partial)
         problems = find_export_problems(partial)
         if problems:
             raise ModelError(f"the export to {target} is not consistent: {'; '.join(problems)}")
@@ -242,3 +244,12 @@ def _without_progress_bars() -> Iterator[None]:
     finally:
         if enabled:
             transformers_logging.enable_progress_bar()
+
+
+def _share(folder: Path) -> None:
+    """Give every file the rights of any other new file: safetensors makes its own readable by the owner only."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(0o666 & ~mask)
