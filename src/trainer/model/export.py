@@ -247,7 +247,7 @@ def _without_progress_bars() -> Iterator[None]:
 
 
 def _share(folder: Path) -> None:
-    """Give every file the rights of any other new file: safetensors makes its own readable by the owner only."""
+    """Give every file the rights of any other new file; safetensors makes its own for the owner only."""
     mask = os.umask(0)
     os.umask(mask)
     for path in folder.rglob("*"):
