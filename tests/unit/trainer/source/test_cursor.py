@@ -103,3 +103,15 @@ def test_rows_are_padded_so_that_all_ranks_get_the_same_shape() -> None:
 def test_a_batch_that_cannot_be_dealt_evenly_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"data\.batch_size = 4 cannot be dealt evenly to 3 processes"):
         cursor(world_size=3)
+
+
+def test_the_steps_left_are_counted_from_the_position_at_the_present_batch_size() -> None:
+    stream = cursor(max_epochs=2)
+    assert stream.steps_left == 5
+    take(stream, 2)
+    assert stream.steps_left == 3
+    # Eight of twenty rows are taken: at another batch size the other twelve are still to come.
+    wider = cursor(max_epochs=2, batch_size=8)
+    wider.num_rows_taken = stream.num_rows_taken
+    assert wider.steps_left == 2
+    assert cursor().steps_left is None

@@ -352,3 +352,21 @@ def test_the_digest_follows_template_vocabulary_and_choice_of_turns(
     tokenizer.chat_template = PLAIN_TEXT
     digests.append(ConversationRenderer(tokenizer, last_only=False).digest())
     assert len(set(digests)) == 4
+
+
+def test_half_a_surrogate_pair_is_an_error_of_its_row(tokenizer: PreTrainedTokenizerBase) -> None:
+    result = render(tokenizer, chat(user("\ud800"), assistant("a")))
+    assert isinstance(result, RowError) and result.reason == "not Unicode text"
+
+
+def test_a_turn_that_the_template_leaves_out_is_never_trained_as_an_empty_answer(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    silent = {"role": "assistant", "content": "", "tool_calls": [call]}
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    result = render(tokenizer, chat(user("u"), silent))
+    assert isinstance(result, RowError) and "leaves out all of it" in result.detail
