@@ -382,35 +382,3 @@ def test_the_commit_is_logged_with_bytes_and_rate(
         record.getMessage().startswith("saved step 4: ") and "MB/s" in record.getMessage()
         for record in caplog.records
     )
-
-
-def test_steps_of_this_folder_are_set_aside_and_not_pruned_when_another_run_is_resumed_into_it(
-    folder: RunFolder, process: Process, tmp_path: Path
-) -> None:
-    other = RunFolder(tmp_path / "other")
-    make_manager(other, process).save(6)
-    manager = make_manager(folder, process)
-    for step in (2, 4):
-        manager.save(step)
-    resumed = make_manager(folder, process, keep_last=2)
-    plan = planned(ResumeConfig(dir=other.checkpoints / "step_6"), folder, process, CONFIG)
-    resumed.load(plan)
-    resumed.save(7)
-    assert committed(folder) == [7]
-    assert [inspect_step(folder.checkpoints / "superseded" / f"step_{step}").state for step in (2, 4)] == [
-        "committed",
-        "committed",
-    ]
-
-
-def test_a_history_that_cannot_be_moved_away_stops_the_save_and_stays(
-    folder: RunFolder, process: Process
-) -> None:
-    manager = make_manager(folder, process)
-    for step in (2, 4):
-        manager.save(step)
-    (folder.checkpoints / "superseded").write_text("a file in the way")
-    resumed = load(folder, process, make_parts(), step=2)
-    with pytest.raises(CheckpointError, match="cannot be moved out of the way"):
-        resumed.save(3)
-    assert committed(folder) == [2, 4]

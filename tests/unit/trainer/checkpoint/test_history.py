@@ -1,0 +1,60 @@
+"""Checkpoints of a history that a run has left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from contract.commit import inspect_step
+from contract.errors import CheckpointError
+from contract.layout import RunFolder
+from tests.support.resume import planned
+from tests.unit.trainer.checkpoint.fakes import single_process
+from tests.unit.trainer.checkpoint.test_manager import CONFIG, committed, load, make_manager, make_parts
+from trainer.config.checkpoint import ResumeConfig
+from trainer.parallel.process import Process
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Process]:
+    with single_process() as opened:
+        yield opened
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path / "run")
+
+
+def test_steps_of_this_folder_are_set_aside_and_not_pruned_when_another_run_is_resumed_into_it(
+    folder: RunFolder, process: Process, tmp_path: Path
+) -> None:
+    other = RunFolder(tmp_path / "other")
+    make_manager(other, process).save(6)
+    manager = make_manager(folder, process)
+    for step in (2, 4):
+        manager.save(step)
+    resumed = make_manager(folder, process, keep_last=2)
+    plan = planned(ResumeConfig(dir=other.checkpoints / "step_6"), folder, process, CONFIG)
+    resumed.load(plan)
+    resumed.save(7)
+    assert committed(folder) == [7]
+    assert [inspect_step(folder.checkpoints / "superseded" / f"step_{step}").state for step in (2, 4)] == [
+        "committed",
+        "committed",
+    ]
+
+
+def test_a_history_that_cannot_be_moved_away_stops_the_save_and_stays(
+    folder: RunFolder, process: Process
+) -> None:
+    manager = make_manager(folder, process)
+    for step in (2, 4):
+        manager.save(step)
+    (folder.checkpoints / "superseded").write_text("a file in the way")
+    resumed = load(folder, process, make_parts(), step=2)
+    with pytest.raises(CheckpointError, match="cannot be moved out of the way"):
+        resumed.save(3)
+    assert committed(folder) == [2, 4]
