@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """What can be made again, shared by runs: `$XDG_CACHE_HOME/tailrace`, by default under `~/.cache`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tailrace"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from contract.errors import ModelError
+from contract.layout import cache_folder
 from trainer.config.model import ModelConfig
 
 if TYPE_CHECKING:
@@ -148,17 +148,12 @@ def _fetch_from_hub(config: ModelConfig) -> Path:
     return folder
 
 
-def _cache_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "tailrace" / "models"
-
-
 def _dequantize(file: Path) -> Path:
     digest = xxhash.xxh3_128()
     with file.open("rb") as stream:
         while block := stream.read(1 << 22):
             digest.update(block)
-    target = _cache_folder() / f"{file.stem}-{digest.hexdigest()[:16]}"
+    target = cache_folder() / "models" / f"{file.stem}-{digest.hexdigest()[:16]}"
     if (target / "config.json").is_file():
         return target
     logger.info("converting %s to float32 safetensors in %s (once)", file.name, target)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -25,6 +24,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from contract.errors import DataError
+from contract.layout import cache_folder
 from trainer.source.conversation import Conversation, RowError, parse_conversation
 from trainer.source.reading import HubRows, Row, RowFiles
 from trainer.source.render import ConversationRenderer, Rendered
@@ -104,7 +104,7 @@ class Report:
 
 def default_cache_dir() -> Path:
     """Where tokenised rows are kept: `$XDG_CACHE_HOME/tailrace/rows`, by default under `~/.cache`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tailrace" / "rows"
+    return cache_folder() / "rows"
 
 
 def prepare_table(
