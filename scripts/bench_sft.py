@@ -87,15 +87,14 @@ def tailrace_side(config: ModelConfig, files: ModelSource, process: Process) -> 
     )
     device = process.device.torch_device
     model = build_model(config, files, device, shard, seed=0, is_low_precision=dtype is not torch.float32)
-    parameters = model.logical_parameters()
-    optimizer = build_optimizer(AdamWConfig(lr=1e-5), parameters, block_parameters=())
+    optimizer = build_optimizer(AdamWConfig(lr=1e-5), model.run_parameters(), block_parameters=())
     engine = Engine(
         model, optimizer, CrossEntropy(model.vocab_size), process.device, is_varlen=True, max_grad_norm=1.0
     )
 
     def update(batch: StepBatch) -> float:
         count = float(sum(item.count_trainable("ce") for item in batch.micro_batches))
-        loss = engine.forward_backward(batch.micro_batches, {"ce": count})["loss"]
+        loss = engine.forward_backward(batch.micro_batches, {"ce": count}, lr_factor=1.0)["loss"]
         engine.update(1.0, engine.grad_norm())
         return loss
 

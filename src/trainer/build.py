@@ -38,6 +38,7 @@ from trainer.model.build import build_model, describe
 from trainer.model.causal_lm import CausalLM
 from trainer.model.source import ModelSource, load_tokenizer, resolve_model
 from trainer.objective.cross_entropy import CrossEntropy
+from trainer.optimizer.base import Optimizer
 from trainer.optimizer.factory import build_optimizer
 from trainer.optimizer.schedule import build_schedule
 from trainer.parallel.mesh import build_mesh
@@ -109,11 +110,21 @@ def build_sft(
     model = _build_model(config, process, files)
     shape = describe(model)
     engine, optimizer = _build_engine(config, process, model)
+    stack.callback(optimizer.close)
     _check_sizes(config, model, data.tokenizer)
 
     state, tracker = TrainState(), TrackerPart()
-    parts = _list_parts(model, optimizer, state, data.source, tracker)
-    checkpoint = CheckpointManager(config.ckpt, folder, process, parts, config.model_dump(mode="json"))
+    weights = ModelPart(model, optimizer)
+    parts = _list_parts(weights, optimizer, state, data.source, tracker)
+    checkpoint = CheckpointManager(
+        config.ckpt,
+        folder,
+        process,
+        parts,
+        config.model_dump(mode="json"),
+        state_owners=[optimizer],
+        is_state_on_host=config.model.offload != "none",
+    )
     stack.callback(checkpoint.close)
     _resume(checkpoint, plan, folder, tracker)
     total_steps = config.max_steps or state.step + (data.source.steps_left or 0)
@@ -123,7 +134,16 @@ def build_sft(
         process, metrics, console, shape, peak, peak_lr=config.optimizer.lr, total_steps=total_steps
     )
     hooks = build_hooks(
-        config, process, stop, folder, files, model, engine, console, data.tokenizer, data.validation
+        config,
+        process,
+        stop,
+        folder,
+        files,
+        weights.tensors,
+        engine,
+        console,
+        data.tokenizer,
+        data.validation,
     )
     for hook in hooks:
         stack.callback(hook.close)
@@ -163,10 +183,10 @@ def _check_sizes(config: SFTConfig, model: CausalLM, tokenizer: PreTrainedTokeni
 
 
 def _list_parts(
-    model: CausalLM, optimizer: Part, state: TrainState, source: Source, tracker: TrackerPart
+    weights: ModelPart, optimizer: Part, state: TrainState, source: Source, tracker: TrackerPart
 ) -> dict[str, Part]:
     return {
-        "model": ModelPart(model),
+        "model": weights,
         "optimizer": optimizer,
         "schedule": StatePart.schedule(state),
         "progress": StatePart.progress(state),
@@ -265,13 +285,9 @@ def _build_model(config: SFTConfig, process: Process, files: ModelSource) -> Cau
     )
 
 
-def _build_engine(config: SFTConfig, process: Process, model: CausalLM) -> tuple[Engine, Any]:
-    blocks = {id(parameter) for block in model.blocks() for parameter in block.parameters()}
-    parameters = model.logical_parameters()
+def _build_engine(config: SFTConfig, process: Process, model: CausalLM) -> tuple[Engine, Optimizer]:
     optimizer = build_optimizer(
-        config.optimizer,
-        parameters,
-        block_parameters={name for name, parameter in parameters.items() if id(parameter) in blocks},
+        config.optimizer, model.run_parameters(), block_parameters=model.block_parameters()
     )
     engine = Engine(
         model,

@@ -69,6 +69,7 @@ def _train(
         deployment.device,
         num_threads=deployment.num_threads,
         timeout_seconds=deployment.collective_timeout_seconds,
+        write_timeout_seconds=config.ckpt.write_timeout_seconds if config.ckpt is not None else None,
     ) as process:
         with ExitStack() as stack:
             try:

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from contract.batch import MicroBatch
 from trainer.model.attention import Documents, lay_out
@@ -56,10 +55,17 @@ class Engine:
         return self._objective.components
 
     def forward_backward(
-        self, micro_batches: Sequence[MicroBatch], denominators: Mapping[str, float]
+        self,
+        micro_batches: Sequence[MicroBatch],
+        denominators: Mapping[str, float],
+        *,
+        lr_factor: float | None,
     ) -> dict[str, float]:
         """Accumulate the gradient of this rank's micro-batches; returns this rank's share of every reported
         sum.
+
+        Args:
+            lr_factor: of the update that will follow; None if there will be none.
         """
         root = self._model
         assert isinstance(root, FSDPModule)
@@ -71,6 +77,7 @@ class Engine:
             root.set_requires_all_reduce(is_last)
             root.set_is_last_backward(is_last)
             loss, reported = self._run(self._to_device(micro_batch), denominators)
+            self._optimizer.before_backward(lr_factor if is_last else None)
             loss.backward()
             for name, value in reported.items():
                 sums[name] = sums[name] + value if name in sums else value
@@ -78,16 +85,12 @@ class Engine:
 
     def grad_norm(self) -> float:
         """Global L2 norm of the accumulated gradient, before clipping."""
-        gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        return float((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
+        return self._optimizer.grad_norm()
 
     def update(self, lr_factor: float, grad_norm: float) -> None:
         """Clip to the norm that `grad_norm()` gave, update the weights, drop the gradient."""
-        if self._max_grad_norm is not None:
-            norm = torch.tensor(grad_norm, device=self._device.torch_device)
-            torch.nn.utils.clip_grads_with_norm_(self._model.parameters(), self._max_grad_norm, norm)
-        self._optimizer.step(lr_factor)
+        limit = self._max_grad_norm
+        self._optimizer.step(lr_factor, 1.0 if limit is None else min(1.0, limit / (grad_norm + 1e-6)))
         self._optimizer.zero_grad()
 
     def discard(self) -> None:

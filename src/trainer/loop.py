@@ -104,7 +104,9 @@ class Loop:
     def _step(self) -> bool:
         """One update; False if there is no more data."""
         self._spans.restart()
-        self._checkpoint.raise_if_failed()
+        written = self._checkpoint.poll()
+        if written:
+            self._reporter.report(self._state, written, None)
         with self._spans.span("data"):
             batch = self._source.next_step()
         counts = self._agree_on_counts(batch)
@@ -137,15 +139,19 @@ class Loop:
         lr_factor = self._schedule(self._state.schedule_step + 1)
         # A component without any token has no loss to divide.
         denominators = {name: max(1.0, count) for name, count in counts.denominators.items()}
+        is_empty = not any(counts.denominators.values())
         with self._spans.span("forward_backward"):
-            sums = self._engine.forward_backward(batch.micro_batches, denominators)
+            # Where nothing carries loss there will be no update, which an optimizer must know before
+            # backward ends.
+            sums = self._engine.forward_backward(
+                batch.micro_batches, denominators, lr_factor=None if is_empty else lr_factor
+            )
         with self._spans.span("update"):
             names = sorted(sums)
             reported = dict(zip(names, self._process.all_sum([sums[name] for name in names]), strict=True))
             grad_norm = self._engine.grad_norm()
             # Both numbers are global, so all ranks take the same branch.
             is_finite = math.isfinite(reported["loss"]) and math.isfinite(grad_norm)
-            is_empty = not any(counts.denominators.values())
             if is_finite and not is_empty:
                 self._engine.update(lr_factor, grad_norm)
             else:
@@ -183,9 +189,9 @@ class Loop:
         logger.warning("%s; update skipped on all ranks", message)
 
     def _save(self, *, last: bool) -> None:
-        seconds = self._checkpoint.save_if_due(self._state.step, last=last)
-        if seconds is not None:
-            self._reporter.report(self._state, {"time/save_ckpt": seconds}, None)
+        values = self._checkpoint.save_if_due(self._state.step, last=last)
+        if values is not None:
+            self._reporter.report(self._state, values, None)
 
     def _run_hooks(self, event: Literal["before_training", "after_step", "finish"]) -> None:
         for hook in self._hooks:

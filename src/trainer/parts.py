@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
-
-import torch
+from typing import Any, Protocol
 
 from contract.errors import CheckpointError
 from trainer.model.causal_lm import CausalLM
+from trainer.parallel.layout import LogicalTensor
 from trainer.source.base import Source
 from trainer.state import TrainState
 
@@ -18,30 +17,45 @@ _SCHEDULE_FIELDS = ("schedule_step",)
 class ValuesPart:
     """A part without tensors."""
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, LogicalTensor]:
         """See `Part`."""
         return {}
 
-    def tensors_to_load(self, names: Collection[str]) -> dict[str, torch.Tensor]:
+    def tensors_to_load(self, names: Collection[str]) -> dict[str, LogicalTensor]:
         """See `Part`."""
         return {}
+
+
+class WeightCopies(Protocol):
+    """Who may keep the weights in float32 apart from the model (an optimizer); see
+    `optimizer.base.Optimizer`.
+    """
+
+    def weights(self) -> dict[str, LogicalTensor]:
+        """By logical name; empty where the model's own parameters are the weights."""
+        ...
+
+    def weights_loaded(self) -> None:
+        """The weights were filled: bring copies up to date."""
+        ...
 
 
 class ModelPart:
-    """Weights under their Hugging Face names, whatever the model looks like at run time."""
+    """Weights under their Hugging Face names and in float32, whatever the model looks like at run time."""
 
-    def __init__(self, model: CausalLM) -> None:
+    def __init__(self, model: CausalLM, copies: WeightCopies) -> None:
         self._model = model
+        self._copies = copies
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, LogicalTensor]:
         """See `Part`."""
-        return {name: item.detach() for name, item in self._model.logical_state().items()}
+        return {**self._model.logical_state(), **self._copies.weights()}
 
     def values(self) -> dict[str, Any]:
         """See `Part`."""
         return {}
 
-    def tensors_to_load(self, names: Collection[str]) -> dict[str, torch.Tensor]:
+    def tensors_to_load(self, names: Collection[str]) -> dict[str, LogicalTensor]:
         """See `Part`; a checkpoint of another model is refused."""
         tensors = self.tensors()
         missing, unknown = sorted(set(tensors) - set(names)), sorted(set(names) - set(tensors))
@@ -56,6 +70,7 @@ class ModelPart:
 
     def loaded(self, values: Mapping[str, Any]) -> None:
         """See `Part`."""
+        self._copies.weights_loaded()
 
 
 class StatePart(ValuesPart):

@@ -96,15 +96,9 @@ def build_engine(
 ) -> Engine:
     """An engine over `model`, AdamW with lr 3e-3 by default; clips as the optimizer's section says."""
     section = optimizer or AdamWConfig(lr=3e-3)
-    blocks = {id(parameter) for block in model.blocks() for parameter in block.parameters()}
-    parameters = model.logical_parameters()
     return Engine(
         model,
-        build_optimizer(
-            section,
-            parameters,
-            block_parameters={name for name, item in parameters.items() if id(item) in blocks},
-        ),
+        build_optimizer(section, model.run_parameters(), block_parameters=model.block_parameters()),
         objective or CrossEntropy(model.vocab_size),
         process.device,
         is_varlen=is_varlen,
@@ -143,13 +137,13 @@ def whole(tensor: torch.Tensor) -> Array:
 
 
 def weights_of(model: CausalLM) -> dict[str, Array]:
-    """Full weights by name."""
-    return {name: whole(item) for name, item in model.logical_parameters().items()}
+    """Full weights by run-time name."""
+    return {name: whole(item.parameter) for name, item in model.run_parameters().items()}
 
 
 def gradients_of(model: CausalLM) -> dict[str, Array]:
     """Full gradients by name; parameters without one are left out."""
-    found = {name: item.grad for name, item in model.logical_parameters().items()}
+    found = {name: item.parameter.grad for name, item in model.run_parameters().items()}
     return {name: whole(item) for name, item in found.items() if item is not None}
 
 

@@ -6,25 +6,28 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
+from trainer.hold import Hold
+from trainer.parallel.layout import LogicalTensor
 
 
 class Part(Protocol):
     """One piece of the training state (`model`, `optimizer`, `schedule`, `progress`, `data`, `tracker`).
 
-    Tensors are DTensors or plain tensors; a plain tensor is equal on all ranks. Names are unique inside the
-    part and equal on all ranks, whatever the world size. The writer stores a tensor under `<part>.<name>`.
+    Names of tensors are unique inside the part and equal on all ranks, whatever the world size and the
+    layout of the run. The writer stores a tensor under `<part>.<name>`.
     """
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Tensors to save, by reference."""
+    def tensors(self) -> dict[str, LogicalTensor]:
+        """This rank's share of the tensors to save, as views: building the list copies and communicates
+        nothing.
+        """
         ...
 
     def values(self) -> dict[str, Any]:
         """JSON values to save; equal on all ranks."""
         ...
 
-    def tensors_to_load(self, names: Collection[str]) -> dict[str, torch.Tensor]:
+    def tensors_to_load(self, names: Collection[str]) -> dict[str, LogicalTensor]:
         """Tensors that the reader fills in place, out of the `names` that the checkpoint holds; allocates if
         needed.
 
@@ -40,34 +43,30 @@ class Part(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one save writes: nothing in here may change until the write is over.
+    """What one save writes: nothing in here may change until the write is over, but for what `hold` watches.
 
     Attributes:
-        tensors: by `<part>.<name>`; also `rng.rank_K`, which only rank K has.
+        tensors: by `<part>.<name>`, in the order in which they are written; also `rng.rank_K`, which only
+            rank K has.
         values: JSON values of each part.
         config: the resolved configuration, JSON values.
+        hold: over the pieces whose owner may change them as soon as they are written; None where the
+            training step
+            waits for the whole write.
     """
 
     step: int
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, LogicalTensor]
     values: Mapping[str, Mapping[str, Any]]
     config: Mapping[str, Any]
+    hold: Hold | None = None
 
 
-def part_tensors(parts: Mapping[str, Part]) -> dict[str, torch.Tensor]:
-    """The tensors of all parts, by `<part>.<name>`, by reference."""
+def part_tensors(parts: Mapping[str, Part]) -> dict[str, LogicalTensor]:
+    """The tensors of all parts, by `<part>.<name>`."""
     return {f"{name}.{key}": tensor for name, part in parts.items() for key, tensor in part.tensors().items()}
 
 
-def take_snapshot(
-    step: int, parts: Mapping[str, Part], rng: Mapping[str, torch.Tensor], config: Mapping[str, Any]
-) -> Snapshot:
-    """The state of all parts, by reference: the caller does not train on until it is written."""
-    return Snapshot(
-        step, {**part_tensors(parts), **rng}, {name: part.values() for name, part in parts.items()}, config
-    )
-
-
-def count_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Bytes of the tensors over all ranks (a DTensor counts whole; a plain tensor once)."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+def count_bytes(tensors: Mapping[str, LogicalTensor]) -> int:
+    """Bytes of the tensors over all ranks."""
+    return sum(tensor.num_bytes for tensor in tensors.values())

@@ -13,27 +13,35 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from typing import Any
-
-import torch
-from torch.distributed.tensor import DTensor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 from contract.errors import CheckpointError
 from contract.layout import RunFolder
 from trainer.checkpoint import rng
 from trainer.checkpoint.agreement import on_all_ranks
-from trainer.checkpoint.base import Part, part_tensors, take_snapshot
+from trainer.checkpoint.base import Part, Snapshot, part_tensors
 from trainer.checkpoint.inflight import InFlight
 from trainer.checkpoint.reader import load_step
 from trainer.checkpoint.resume import SKIP_FLAGS, ResumePlan, state_config
 from trainer.checkpoint.retention import steps_to_delete
+from trainer.checkpoint.snapshot import SnapshotBuffers, refer
 from trainer.checkpoint.storage import COMPONENT, LocalStorage, Storage
 from trainer.checkpoint.writer import SaveReport, bytes_needed, check_room, format_bytes, write_snapshot
 from trainer.config.checkpoint import CheckpointConfig
+from trainer.hold import Hold
 from trainer.parallel.process import Process
 
 logger = logging.getLogger(__name__)
+
+
+class StateOwner(Protocol):
+    """Owns state on the host that saves read by reference (an optimizer)."""
+
+    def hold_state_updates(self, hold: Hold) -> None:
+        """Change none of it in place before `hold` lets go of it."""
+        ...
 
 
 class CheckpointManager:
@@ -47,6 +55,8 @@ class CheckpointManager:
         parts: Mapping[str, Part],
         resolved_config: Mapping[str, Any],
         *,
+        state_owners: Sequence[StateOwner] = (),
+        is_state_on_host: bool = False,
         components: tuple[str, ...] = (COMPONENT,),
     ) -> None:
         """Look at the folder, and clear away what dead attempts left half-written.
@@ -55,6 +65,8 @@ class CheckpointManager:
             config: None saves nothing (`load` works all the same) and leaves the folder alone.
             parts: by name; the one called `model` must be finite in every save.
             resolved_config: JSON values; stored in every step.
+            state_owners: told of every save that reads their host memory by reference.
+            is_state_on_host: whether the optimizer's state lives there; `ckpt.async_save` applies only then.
             components: processes whose state must be in a step for it to be committed.
 
         Raises:
@@ -67,26 +79,46 @@ class CheckpointManager:
         self._components = components
         self._folder = folder
         self._storage: Storage = LocalStorage(folder.checkpoints)
+        self._state_owners = state_owners
+        self._is_async = config is not None and config.async_save and is_state_on_host
+        aside_bytes = 0 if config is None else int(config.async_buffer_gib * 2**30)
+        self._buffers = SnapshotBuffers(process.device, aside_bytes)
+        self._hold: Hold | None = None
         self._in_flight = InFlight()
+        self._num_failed = 0
         known = [] if config is None else self._open_folder(config)
         # Until something is loaded, this run starts at step 0 and every step found is of another history.
         self._committed: set[int] = set()
         self._superseded: set[int] = set(known)
 
-    def raise_if_failed(self) -> None:
-        """Raise the error of a save that has failed since the last call.
-
-        Raises:
-            CheckpointError: the save in flight has failed.
-        """
-        if self._in_flight.has_failed():
-            self.wait()
-
-    def save_if_due(self, step: int, *, last: bool) -> float | None:
-        """Save at every `ckpt.interval`, and at the `last` step; a committed step is not saved again.
+    def poll(self) -> dict[str, float]:
+        """At the start of a step: see whether the save in flight has ended, on all ranks together.
 
         Returns:
-            Seconds for which the training step was blocked; None if there was nothing to save.
+            Metrics of a save that ended in the background since the last call; empty if there is none.
+
+        Raises:
+            CheckpointError: it has failed, and `ckpt.on_failure` is "stop".
+        """
+        if not self._in_flight.is_open:
+            return {}
+        num_done, num_failed = self._process.all_sum(
+            [float(self._in_flight.is_done), float(self._in_flight.has_failed)]
+        )
+        # A failure on one rank is a failure on all of them, a moment later: nobody may go on without the
+        # others.
+        if num_failed or num_done == self._process.world_size:
+            return self._settle()
+        return {}
+
+    def save_if_due(self, step: int, *, last: bool) -> dict[str, float] | None:
+        """Save at every `ckpt.interval`, and at the `last` step; a committed step is not saved again.
+
+        The last save is awaited, and its failure is raised whatever `ckpt.on_failure` says.
+
+        Returns:
+            Metrics, among them `time/save_ckpt`: the seconds for which the step was blocked; None if there
+            was nothing to save.
 
         Raises:
             CheckpointError: this save or the one before it failed.
@@ -94,27 +126,78 @@ class CheckpointManager:
         if self._config is None:
             return None
         due = last or (self._config.interval is not None and step % self._config.interval == 0)
-        return self.save(step) if due else None
+        if not due:
+            return None
+        start = time.perf_counter()
+        values = self._settle()
+        if step not in self._committed:
+            self.save(step)
+            if last or not self._is_async:
+                values |= self._settle(must_succeed=last)
+        elif not values:
+            return None
+        return {**values, "time/save_ckpt": time.perf_counter() - start}
 
-    def save(self, step: int) -> float | None:
-        """Save now, whether due or not; for the result see `save_if_due`. The run must have `ckpt`.
+    def save(self, step: int) -> Future[SaveReport]:
+        """Begin to save `step`, whether due or not; in asynchronous mode the write goes on behind the
+        training step.
+
+        The save before must have been awaited. The run must have `ckpt`.
 
         Raises:
-            CheckpointError: this save or the one before it failed, or a weight is not finite.
+            CheckpointError: steps of a history that was left cannot be moved away.
         """
         config = self._config
         assert config is not None, "this run saves no checkpoints"
-        start = time.perf_counter()
-        self.wait()
-        if step in self._committed:
-            return None
-        self._refuse_non_finite(step)
         self._leave_old_history()
         generators = {f"{rng.PREFIX}{self._process.rank}": rng.capture(self._process.device)}
-        snapshot = take_snapshot(step, self._parts, generators, self._resolved_config)
-        outdated = self._outdated(step, config)
+        if self._is_async:
+            snapshot = self._buffers.take(
+                step,
+                self._parts,
+                generators,
+                self._resolved_config,
+                timeout_seconds=config.write_timeout_seconds,
+            )
+        else:
+            snapshot = refer(step, self._parts, generators, self._resolved_config)
+        self._hold = snapshot.hold
+        future = self._in_flight.start(lambda: self._write(snapshot, config), in_background=self._is_async)
+        if snapshot.hold is not None:
+            for owner in self._state_owners:
+                owner.hold_state_updates(snapshot.hold)
+        return future
 
-        def write() -> SaveReport:
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """Wait for the save in flight, and log it.
+
+        Raises:
+            CheckpointError: it failed.
+            TimeoutError: it did not end in time.
+        """
+        self._settle(must_succeed=True, timeout_seconds=timeout_seconds)
+
+    def close(self) -> None:
+        """Finish the save in flight, or give it up after `ckpt.write_timeout_seconds`; a step that was not
+        committed then never will be.
+
+        Raises:
+            CheckpointError: it failed, or did not end.
+        """
+        if self._config is None:
+            return
+        try:
+            self.wait(self._config.write_timeout_seconds)
+        except TimeoutError:
+            raise CheckpointError(
+                f"the checkpoint in flight did not end within {self._config.write_timeout_seconds:g} s and "
+                f"was given up; "
+                f"earlier ones are unchanged"
+            ) from None
+
+    def _write(self, snapshot: Snapshot, config: CheckpointConfig) -> SaveReport:
+        """The write, on whichever thread it runs."""
+        try:
             report = write_snapshot(
                 self._storage,
                 snapshot,
@@ -123,41 +206,52 @@ class CheckpointManager:
                 checksums=config.checksums,
                 components=self._components,
             )
-            if self._process.is_main:
-                self._remove(outdated)
-            return report
+        finally:
+            if snapshot.hold is not None:
+                snapshot.hold.finish()
+        if self._process.is_main:
+            self._remove(self._outdated(snapshot.step, config))
+        return report
 
-        self._in_flight.start(write)
-        self.wait()
-        return time.perf_counter() - start
-
-    def wait(self) -> None:
-        """Wait for the save in flight, and log it.
-
-        Raises:
-            CheckpointError: it failed.
+    def _settle(
+        self, *, must_succeed: bool = False, timeout_seconds: float | None = None
+    ) -> dict[str, float]:
+        """Take the save in flight, if there is one: wait for it, log it, know its step; returns its
+        metrics.
         """
-        report = self._in_flight.take()
+        assert self._config is not None or not self._in_flight.is_open
+        try:
+            report = self._in_flight.take(timeout_seconds)
+        except CheckpointError as error:
+            self._num_failed += 1
+            if must_succeed or self._config is None or self._config.on_failure == "stop":
+                raise
+            if self._process.is_main:
+                logger.warning("%s; the run goes on, as ckpt.on_failure = 'warn'", error)
+            return {"checkpoint/failed_saves": float(self._num_failed)}
         if report is None:
-            return
+            return {}
         assert self._config is not None
         self._committed = (self._committed | {report.step}) - set(self._outdated(report.step, self._config))
+        rate = report.num_bytes / max(report.write_seconds, 1e-9) / 1e6
         if self._process.is_main:
             logger.info(
                 "saved step %d: %s in %.1f s (%.0f MB/s)",
                 report.step,
                 format_bytes(report.num_bytes),
                 report.write_seconds,
-                report.num_bytes / max(report.write_seconds, 1e-9) / 1e6,
+                rate,
             )
-
-    def close(self) -> None:
-        """Finish the save in flight.
-
-        Raises:
-            CheckpointError: it failed.
-        """
-        self.wait()
+        values = {
+            "checkpoint/step": float(report.step),
+            "checkpoint/write_seconds": report.write_seconds,
+            "checkpoint/bytes": float(report.num_bytes),
+            "checkpoint/write_mb_per_s": rate,
+        }
+        if self._hold is not None:
+            values["checkpoint/hold_seconds"] = self._hold.statistics.wait_seconds
+            values["checkpoint/copied_aside_bytes"] = float(self._hold.statistics.copied_bytes)
+        return values
 
     def load(self, plan: ResumePlan) -> None:
         """Fill the parts from the step that `plan` names, all but those it skips; before the first step.
@@ -218,19 +312,6 @@ class CheckpointManager:
                 self._storage.remove(step)
             except OSError as error:
                 logger.warning("step %d is not kept any more, but cannot be deleted: %s", step, error)
-
-    def _refuse_non_finite(self, step: int) -> None:
-        def check() -> None:
-            bad = []
-            for name, tensor in self._parts["model"].tensors().items():
-                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                if local.is_floating_point() and not bool(torch.isfinite(local).all()):
-                    bad.append(name)
-            if bad:
-                raise CheckpointError(f"{len(bad)} weights hold NaN or infinity, the first is {bad[0]}")
-
-        what = f"checkpoint of step {step} was not saved, earlier ones are unchanged"
-        on_all_ranks(self._process.control_group, what, check)
 
     def _open_folder(self, config: CheckpointConfig) -> list[int]:
         needed = bytes_needed(part_tensors(self._parts))

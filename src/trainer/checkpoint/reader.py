@@ -25,7 +25,9 @@ from trainer.checkpoint import rng
 from trainer.checkpoint.agreement import FAILURES, explain, on_all_ranks
 from trainer.checkpoint.base import Part
 from trainer.checkpoint.storage import open_reader, read_file
+from trainer.checkpoint.tensors import EntryLoadPlanner, as_entries
 from trainer.checkpoint.writer import CONFIG_FILE, STATE_FILE
+from trainer.parallel.layout import LogicalTensor
 from trainer.parallel.process import Process
 
 logger = logging.getLogger(__name__)
@@ -65,10 +67,11 @@ def read_tensors(path: Path, part: str) -> dict[str, torch.Tensor]:
     if not stored:
         raise CheckpointError(f"{path} holds no tensors of part {part!r}")
     tensors = {name: torch.empty(meta.size, dtype=meta.properties.dtype) for name, meta in stored.items()}
+    targets = as_entries({name: LogicalTensor.replicated(tensor) for name, tensor in tensors.items()})
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(tensors, storage_reader=open_reader(path), no_dist=True)
+            dcp.load(targets, storage_reader=open_reader(path), planner=EntryLoadPlanner(), no_dist=True)
     except FAILURES as error:
         raise CheckpointError(f"{path} cannot be read: {explain(error)}") from error
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
@@ -92,10 +95,17 @@ def load_step(
     on_all_ranks(
         group, what, lambda: _refuse(verify_files(path, {name: record.files[name] for name in names}))
     )
-    targets: dict[str, torch.Tensor] = {}
+    targets: dict[str, LogicalTensor] = {}
     on_all_ranks(group, what, lambda: targets.update(_allocate(path, record, parts, process, with_rng)))
     on_all_ranks(
-        group, what, lambda: dcp.load(targets, storage_reader=open_reader(path), process_group=group)
+        group,
+        what,
+        lambda: dcp.load(
+            as_entries(targets),
+            storage_reader=open_reader(path),
+            planner=EntryLoadPlanner(),
+            process_group=group,
+        ),
     )
     on_all_ranks(group, what, lambda: _take_over(path, parts))
     if with_rng:
@@ -105,9 +115,9 @@ def load_step(
 
 def _allocate(
     path: Path, record: CommitRecord, parts: Mapping[str, Part], process: Process, with_rng: bool
-) -> dict[str, torch.Tensor]:
+) -> dict[str, LogicalTensor]:
     stored = _stored_tensors(path)
-    targets: dict[str, torch.Tensor] = {}
+    targets: dict[str, LogicalTensor] = {}
     for part_name, part in parts.items():
         prefix = f"{part_name}."
         names = [name.removeprefix(prefix) for name in stored if name.startswith(prefix)]
@@ -118,8 +128,8 @@ def _allocate(
             problems.append(f"{name} is not in it")
             continue
         meta = stored[name]
-        if tuple(meta.size) != tuple(tensor.shape):
-            problems.append(f"{name} has shape {tuple(meta.size)} in it, {tuple(tensor.shape)} in this run")
+        if tuple(meta.size) != tensor.shape:
+            problems.append(f"{name} has shape {tuple(meta.size)} in it, {tensor.shape} in this run")
         elif meta.properties.dtype != tensor.dtype:
             problems.append(f"{name} has type {meta.properties.dtype} in it, {tensor.dtype} in this run")
     _refuse(problems)
@@ -127,7 +137,7 @@ def _allocate(
         name = _rng_name(record, process)
         if name not in stored:
             raise CheckpointError(f"{name} is not in it")
-        targets[name] = torch.empty(stored[name].size, dtype=torch.uint8)
+        targets[name] = LogicalTensor.replicated(torch.empty(stored[name].size, dtype=torch.uint8))
     return targets
 
 
@@ -141,8 +151,8 @@ def _rng_name(record: CommitRecord, process: Process) -> str:
     return f"{rng.PREFIX}{process.rank if record.world_size == process.world_size else 0}"
 
 
-def _set_rng(targets: Mapping[str, torch.Tensor], record: CommitRecord, process: Process) -> None:
-    state = targets[_rng_name(record, process)]
+def _set_rng(targets: Mapping[str, LogicalTensor], record: CommitRecord, process: Process) -> None:
+    state = targets[_rng_name(record, process)].pieces[0].tensor
     if record.world_size == process.world_size:
         rng.restore(state, process.device)
         return

@@ -26,9 +26,13 @@ from contract.errors import CheckpointError
 from trainer.checkpoint.agreement import on_all_ranks
 from trainer.checkpoint.base import Snapshot, count_bytes
 from trainer.checkpoint.storage import Storage
+from trainer.checkpoint.tensors import EntrySavePlanner, as_entries
+from trainer.parallel.layout import LogicalTensor
 
 STATE_FILE = "state.json"
 CONFIG_FILE = "config.json"
+WEIGHTS_PREFIX = "model."
+"""Names of the tensors of part `model`, which must be finite in every save."""
 
 _OVERHEAD = 1.02
 _OVERHEAD_BYTES = 1 << 20
@@ -82,8 +86,8 @@ def write_snapshot(
     return SaveReport(snapshot.step, record.num_bytes, time.perf_counter() - start)
 
 
-def bytes_needed(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Room on disk for one checkpoint of `tensors` (DTensors count whole)."""
+def bytes_needed(tensors: Mapping[str, LogicalTensor]) -> int:
+    """Room on disk for one checkpoint of `tensors`."""
     return int(count_bytes(tensors) * _OVERHEAD) + _OVERHEAD_BYTES
 
 
@@ -129,7 +133,12 @@ def _write_tensors(
 ) -> dict[str, FileRecord]:
     writer = storage.tensor_writer(snapshot.step, threads=threads, checksums=checksums)
     with _without_crc32():
-        dcp.save(dict(snapshot.tensors), storage_writer=writer, process_group=group)
+        dcp.save(
+            as_entries(snapshot.tensors),
+            storage_writer=writer,
+            planner=EntrySavePlanner(snapshot.hold, finite_prefix=WEIGHTS_PREFIX),
+            process_group=group,
+        )
     return dict(writer.files)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -24,6 +24,28 @@ class CheckpointConfig(Settings):
     keep_interval: Annotated[int, Field(ge=1)] | None = Field(
         default=None,
         description="Steps divisible by this are kept for ever; None keeps none beyond keep_last.",
+    )
+    async_save: bool = Field(
+        default=False,
+        description="Write behind the training step; applies with model.offload 'optimizer' or 'full', "
+        "whose state is "
+        "on the host already.",
+    )
+    async_buffer_gib: float = Field(
+        default=0.0,
+        ge=0,
+        description="Host memory per rank, in GiB, for copies of optimizer state that the next update "
+        "would change "
+        "before it is written; 0 lets the update wait.",
+    )
+    on_failure: Literal["stop", "warn"] = Field(
+        default="stop",
+        description="A save that fails ends the run, or is logged and counted (the last one always ends it).",
+    )
+    write_timeout_seconds: float = Field(
+        default=1800.0,
+        gt=0,
+        description="Longest wait for a write or for a peer's share of it, in seconds; then it has failed.",
     )
     writer_threads: int = Field(default=2, ge=1, description="Threads per rank that write files.")
     checksums: bool = Field(

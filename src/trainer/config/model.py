@@ -12,6 +12,9 @@ ActivationCheckpointing = Literal["none", "block"]
 Attention = Literal["varlen", "sdpa", "eager", "flash_attention_2"]
 
 
+Offload = Literal["none", "optimizer", "full"]
+
+
 class ModelConfig(Settings):
     """The model, where its weights come from and how it computes."""
 
@@ -59,6 +62,13 @@ class ModelConfig(Settings):
         default="none",
         description="`block` keeps only the input of each block and computes its forward again in backward.",
     )
+    offload: Offload = Field(
+        default="none",
+        description="`optimizer` keeps the optimizer's state in host memory and brings it to the device "
+        "for the update; "
+        "`full` also keeps float32 weights and gradients there and updates on the host. The numbers are "
+        "the same.",
+    )
     compile: bool = Field(
         default=False, description="torch.compile of each block; pads rows to seq_len for static shapes."
     )
@@ -71,6 +81,16 @@ class ModelConfig(Settings):
                 "model.revision"
             )
         return self
+
+
+class OffloadConfig(Settings):
+    """How offloaded state moves between host and device."""
+
+    chunk_mib: float = Field(
+        default=256.0,
+        gt=0,
+        description="State moved and updated at once, in MiB; the device holds at most two chunks of it.",
+    )
 
 
 class DeploymentConfig(Settings):

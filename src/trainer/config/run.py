@@ -11,7 +11,7 @@ from contract.settings import Settings
 from contract.settings.base import PathSetting
 from trainer.config.checkpoint import CheckpointConfig, ExportConfig, ResumeConfig
 from trainer.config.data import ChatDataConfig, DataConfig, SampleConfig, ValidationConfig
-from trainer.config.model import DeploymentConfig, ModelConfig
+from trainer.config.model import DeploymentConfig, ModelConfig, OffloadConfig
 from trainer.config.optimizer import AdamWConfig, ConstantScheduleConfig, OptimizerConfig, ScheduleConfig
 from trainer.config.telemetry import LogConfig, ProfilerConfig, TensorboardConfig, WandbConfig
 
@@ -40,6 +40,7 @@ class SFTConfig(Settings):
     )
 
     model: ModelConfig = Field(description="The model.")
+    offload: OffloadConfig = Field(default=OffloadConfig(), description="Offloaded state, see model.offload.")
     data: DataConfig = Field(description="Training data.")
     optimizer: OptimizerConfig = Field(default=AdamWConfig(), description="Optimizer.")
     schedule: ScheduleConfig = Field(default=ConstantScheduleConfig(), description="Learning-rate schedule.")

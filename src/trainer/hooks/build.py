@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from contract.layout import RunFolder
@@ -14,8 +14,8 @@ from trainer.hooks.export import ExportHook
 from trainer.hooks.housekeeping import GarbageHook, ProfileHook
 from trainer.hooks.sample import Prompt, SampleHook
 from trainer.hooks.validate import ValidateHook
-from trainer.model.causal_lm import CausalLM
 from trainer.model.source import ModelSource
+from trainer.parallel.layout import LogicalTensor
 from trainer.parallel.process import Process
 from trainer.parallel.stop import StopRequest
 from trainer.source.base import ValidationSource
@@ -30,7 +30,7 @@ def build_hooks(
     stop: StopRequest,
     folder: RunFolder,
     files: ModelSource,
-    model: CausalLM,
+    weights: Callable[[], Mapping[str, LogicalTensor]],
     engine: Engine,
     console: Console,
     tokenizer: PreTrainedTokenizerBase,
@@ -61,7 +61,7 @@ def build_hooks(
                 process,
                 folder.weights,
                 files.folder,
-                model,
+                weights,
                 tokenizer,
                 trust_remote_code=config.model.trust_remote_code,
             )

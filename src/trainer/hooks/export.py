@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from trainer.config.checkpoint import ExportConfig
 from trainer.hooks.base import BaseHook
-from trainer.model.causal_lm import CausalLM
 from trainer.model.export import export_weights
+from trainer.parallel.layout import LogicalTensor, gather
 from trainer.parallel.process import Process
 from trainer.state import TrainState
 
@@ -35,7 +34,7 @@ class ExportHook(BaseHook):
         process: Process,
         folder: Path,
         source_folder: Path,
-        model: CausalLM,
+        weights: Callable[[], Mapping[str, LogicalTensor]],
         tokenizer: PreTrainedTokenizerBase,
         *,
         trust_remote_code: bool = False,
@@ -44,7 +43,7 @@ class ExportHook(BaseHook):
         self._process = process
         self._folder = folder
         self._source_folder = source_folder
-        self._model = model
+        self._weights = weights
         self._tokenizer = tokenizer
         self._trust_remote_code = trust_remote_code
         self._exported_step: int | None = None
@@ -70,11 +69,11 @@ class ExportHook(BaseHook):
         target = self._target(step)
         start = time.perf_counter()
         tensors: dict[str, torch.Tensor] = {}
-        for name, item in self._model.logical_state().items():
-            # All ranks gather, one keeps: a full copy of the model is on the host of rank 0 only.
-            whole = item.full_tensor().detach() if isinstance(item, DTensor) else item.detach()
-            if self._process.is_main:
-                tensors[name] = whole.cpu()
+        for name, item in self._weights().items():
+            # A full copy of the model is on the host of rank 0 only.
+            whole = gather(item, self._process)
+            if whole is not None:
+                tensors[name] = whole
         if self._process.is_main:
             export_weights(
                 tensors,

@@ -103,7 +103,7 @@ def describe(model: CausalLM) -> ModelShape:
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     embedding, output = model.lm.get_input_embeddings(), model.lm.get_output_embeddings()
     assert isinstance(embedding, nn.Embedding) and isinstance(output, nn.Linear)
-    num_parameters = sum(parameter.numel() for parameter in model.logical_parameters().values())
+    num_parameters = sum(item.parameter.numel() for item in model.run_parameters().values())
     is_tied = output.weight is embedding.weight
     num_matmul = num_parameters if is_tied else num_parameters - embedding.weight.numel()
     return ModelShape(

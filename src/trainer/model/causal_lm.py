@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from contract.errors import ModelError
+from trainer.parallel.layout import LogicalTensor, ModelParameter, Placement, Region, local_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,6 +36,8 @@ class CausalLM(nn.Module):
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
         self.lm = lm
+        self.packed: dict[str, tuple[Region, ...]] = {}
+        """What packed parameters consist of, by their run-time name."""
         head = lm.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise ModelError(
@@ -118,16 +121,33 @@ class CausalLM(nn.Module):
         """The decoder blocks, in order: the units of sharding, compilation and activation checkpointing."""
         return list(self._blocks)
 
-    def logical_parameters(self) -> dict[str, nn.Parameter]:
-        """Every trained parameter once, under its Hugging Face name; a tied head is its embedding."""
-        return {name.removeprefix(_PREFIX): parameter for name, parameter in self.named_parameters()}
-
-    def logical_state(self) -> dict[str, torch.Tensor]:
-        """Parameters and persistent buffers (e.g. the bias of an expert router), under their Hugging Face
-        names.
+    def run_parameters(self) -> dict[str, ModelParameter]:
+        """Every parameter as the run holds it, once, and where it lies in the checkpoint; a tied head is its
+        embedding.
         """
+        found = {name.removeprefix(_PREFIX): parameter for name, parameter in self.named_parameters()}
+        return {
+            name: ModelParameter(parameter, Placement.of(name, parameter, self.packed.get(name, ())))
+            for name, parameter in found.items()
+        }
+
+    def block_parameters(self) -> set[str]:
+        """Names of the parameters inside the decoder blocks."""
+        inside = {id(parameter) for block in self._blocks for parameter in block.parameters()}
+        return {name for name, item in self.run_parameters().items() if id(item.parameter) in inside}
+
+    def run_state(self) -> dict[str, torch.Tensor]:
+        """Parameters and persistent buffers (e.g. the bias of an expert router) as the run holds them."""
         persistent = self.state_dict(keep_vars=True).keys()
         buffers = {
             name.removeprefix(_PREFIX): item for name, item in self.named_buffers() if name in persistent
         }
-        return {**self.logical_parameters(), **buffers}
+        return {**{name: item.parameter for name, item in self.run_parameters().items()}, **buffers}
+
+    def logical_state(self) -> dict[str, LogicalTensor]:
+        """This rank's share of parameters and persistent buffers under their Hugging Face names, as views."""
+        state: dict[str, LogicalTensor] = {}
+        for name, item in self.run_state().items():
+            placement = Placement.of(name, item, self.packed.get(name, ()))
+            state |= placement.logical(local_part(item))
+        return state

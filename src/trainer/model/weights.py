@@ -17,10 +17,10 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from contract.errors import ModelError
 from trainer.model.causal_lm import CausalLM
+from trainer.parallel.layout import LogicalTensor, Placement, local_part
 
 logger = logging.getLogger(__name__)
 
@@ -134,40 +134,51 @@ def materialize(model: CausalLM, reader: WeightReader, device: torch.device) -> 
     Raises:
         ModelError: a weight is missing or has another shape.
     """
-    needed = model.logical_state()
+    needed = {
+        region.name: (region.stop - region.start, *tuple(item.shape)[1:]) if item.ndim else ()
+        for name, item in model.run_state().items()
+        for region in Placement.of(name, item, model.packed.get(name, ())).regions
+    }
     absent = sorted(set(needed) - reader.names())
     if absent:
         raise ModelError(f"{len(absent)} weights are missing from the files, e.g. {', '.join(absent[:3])}")
-    state: dict[str, torch.Tensor] = {}
-    for name, item in needed.items():
-        if reader.shape(name) != tuple(item.shape):
+    for name, shape in needed.items():
+        if reader.shape(name) != shape:
             raise ModelError(
-                f"{name} has shape {reader.shape(name)} in the files, but the model needs {tuple(item.shape)}"
+                f"{name} has shape {reader.shape(name)} in the files, but the model needs {shape}"
             )
-        shard = _read_shard(reader, name, item, device)
+    state: dict[str, torch.Tensor] = {}
+    for name, item in model.run_state().items():
+        shard = _allocate(item, device)
+        _fill(reader, Placement.of(name, item, model.packed.get(name, ())).logical(local_part(shard)))
         state[name] = nn.Parameter(shard, item.requires_grad) if isinstance(item, nn.Parameter) else shard
     _assign(model, state)
     _rebuild_buffers(model, device)
 
 
-def _read_shard(reader: WeightReader, name: str, like: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _allocate(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    local_shape = local_part(like).shape
+    local = torch.empty(local_shape, dtype=like.dtype, device=device)
     if not isinstance(like, DTensor):
-        return reader.read(name, tuple(slice(0, size) for size in like.shape)).to(
-            device, like.dtype, copy=True
-        )
-    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
-    slices = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-    local = torch.empty(shape, dtype=like.dtype, device=device)
-    if local.numel():
-        local.copy_(reader.read(name, slices))
+        return local
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 
+def _fill(reader: WeightReader, targets: Mapping[str, LogicalTensor]) -> None:
+    for name, target in targets.items():
+        for piece in target.pieces:
+            slices = tuple(
+                slice(start, start + size)
+                for start, size in zip(piece.offsets, piece.tensor.shape, strict=True)
+            )
+            piece.tensor.copy_(reader.read(name, slices))
+
+
 def _assign(model: CausalLM, state: Mapping[str, torch.Tensor]) -> None:
     """Put the tensors in place; modules that shared a parameter (tied weights) share the new one."""
-    by_old = {id(old): state[name] for name, old in model.logical_state().items()}
+    by_old = {id(old): state[name] for name, old in model.run_state().items()}
     full = {name: by_old[id(old)] for name, old in model.state_dict(keep_vars=True).items()}
     model.load_state_dict(full, strict=False, assign=True)
     left = [name for name, parameter in model.named_parameters() if parameter.is_meta]

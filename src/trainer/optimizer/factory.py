@@ -2,68 +2,119 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
-from torch import nn
 
 from trainer.config.optimizer import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig, SignSGDConfig
+from trainer.optimizer.base import Optimizer
+from trainer.optimizer.groups import GroupSpec
 from trainer.optimizer.resident import ResidentOptimizer
 from trainer.optimizer.signsgd import SignSGD
+from trainer.parallel.layout import ModelParameter
+
+Build = Callable[[Sequence[torch.Tensor], str, float], torch.optim.Optimizer]
+"""From tensors, the name of their group and its weight decay to an optimizer."""
 
 
 def build_optimizer(
-    config: OptimizerConfig, parameters: Mapping[str, nn.Parameter], *, block_parameters: Collection[str]
-) -> ResidentOptimizer:
+    config: OptimizerConfig, parameters: Mapping[str, ModelParameter], *, block_parameters: Collection[str]
+) -> Optimizer:
     """The optimizer over all of `parameters` that require a gradient.
 
     Args:
         config: the optimizer section.
-        parameters: by logical name.
+        parameters: by name.
         block_parameters: names inside the decoder blocks; Muon takes their matrices.
     """
-    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    return ResidentOptimizer(parameters, list_groups(config, parameters, block_parameters=block_parameters))
+
+
+def list_groups(
+    config: OptimizerConfig, parameters: Mapping[str, ModelParameter], *, block_parameters: Collection[str]
+) -> list[GroupSpec]:
+    """The groups of all of `parameters` that require a gradient; for the arguments see `build_optimizer`."""
+    trained = {name: item for name, item in parameters.items() if item.parameter.requires_grad}
     if isinstance(config, MuonConfig):
-        matrices = {name for name in block_parameters if name in trained and trained[name].ndim == 2}
-        muon = {name: parameter for name, parameter in trained.items() if name in matrices}
-        rest = {name: parameter for name, parameter in trained.items() if name not in matrices}
-        optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(
-                _groups(muon, config.weight_decay, "muon_"),
-                lr=config.lr,
-                momentum=config.momentum,
-                nesterov=config.nesterov,
-                adjust_lr_fn=config.adjust_lr,
-            ),
-            _adamw(_groups(rest, config.weight_decay), config.lr, config.betas, config.eps),
+        matrices = {
+            name for name in block_parameters if name in trained and trained[name].parameter.ndim == 2
+        }
+        muon = {name: item for name, item in trained.items() if name in matrices}
+        rest = {name: item for name, item in trained.items() if name not in matrices}
+        return [
+            *_decay_groups(muon, config.weight_decay, _muon(config), prefix="muon_", is_elementwise=False),
+            *_decay_groups(rest, config.weight_decay, _adamw(config)),
         ]
-        return ResidentOptimizer(parameters, optimizers)
-    groups = _groups(trained, config.weight_decay)
     if isinstance(config, AdamWConfig):
-        optimizer: torch.optim.Optimizer = _adamw(groups, config.lr, config.betas, config.eps)
+        build = _adamw(config)
     elif isinstance(config, SGDConfig):
-        optimizer = torch.optim.SGD(
-            groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, foreach=True
-        )
+        build = _sgd(config)
     else:
         assert isinstance(config, SignSGDConfig)
-        optimizer = SignSGD(groups, lr=config.lr)
-    return ResidentOptimizer(parameters, [optimizer])
+        build = _signsgd(config)
+    return _decay_groups(trained, config.weight_decay, build)
 
 
-def _adamw(groups: list[dict[str, Any]], lr: float, betas: list[float], eps: float) -> torch.optim.AdamW:
-    return torch.optim.AdamW(groups, lr=lr, betas=(betas[0], betas[1]), eps=eps, fused=True)
+def _adamw(config: AdamWConfig | MuonConfig) -> Build:
+    betas = (config.betas[0], config.betas[1])
+
+    def build(tensors: Sequence[torch.Tensor], name: str, weight_decay: float) -> torch.optim.Optimizer:
+        group = {"params": list(tensors), "name": name, "weight_decay": weight_decay}
+        return torch.optim.AdamW([group], lr=config.lr, betas=betas, eps=config.eps, fused=True)
+
+    return build
 
 
-def _groups(
-    parameters: Mapping[str, nn.Parameter], weight_decay: float, prefix: str = ""
-) -> list[dict[str, Any]]:
+def _sgd(config: SGDConfig) -> Build:
+    def build(tensors: Sequence[torch.Tensor], name: str, weight_decay: float) -> torch.optim.Optimizer:
+        group = {"params": list(tensors), "name": name, "weight_decay": weight_decay}
+        return torch.optim.SGD(
+            [group], lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, foreach=True
+        )
+
+    return build
+
+
+def _signsgd(config: SignSGDConfig) -> Build:
+    def build(tensors: Sequence[torch.Tensor], name: str, weight_decay: float) -> torch.optim.Optimizer:
+        return SignSGD([{"params": list(tensors), "name": name, "weight_decay": weight_decay}], lr=config.lr)
+
+    return build
+
+
+def _muon(config: MuonConfig) -> Build:
+    def build(tensors: Sequence[torch.Tensor], name: str, weight_decay: float) -> torch.optim.Optimizer:
+        return torch.optim.Muon(
+            [{"params": list(tensors), "name": name, "weight_decay": weight_decay}],
+            lr=config.lr,
+            momentum=config.momentum,
+            nesterov=config.nesterov,
+            adjust_lr_fn=config.adjust_lr,
+        )
+
+    return build
+
+
+def _decay_groups(
+    parameters: Mapping[str, ModelParameter],
+    weight_decay: float,
+    build: Build,
+    *,
+    prefix: str = "",
+    is_elementwise: bool = True,
+) -> list[GroupSpec]:
     """Two groups: matrices decay; norms, biases and other 1-D weights do not."""
-    decay = [parameter for parameter in parameters.values() if parameter.ndim >= 2]
-    others = [parameter for parameter in parameters.values() if parameter.ndim < 2]
-    groups = [
-        {"name": f"{prefix}decay", "params": decay, "weight_decay": weight_decay},
-        {"name": f"{prefix}no_decay", "params": others, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    decay = tuple(name for name, item in parameters.items() if item.parameter.ndim >= 2)
+    others = tuple(name for name in parameters if name not in decay)
+    groups = []
+    for kind, names, amount in (("decay", decay, weight_decay), ("no_decay", others, 0.0)):
+        name = f"{prefix}{kind}"
+        if names:
+            groups.append(GroupSpec(name, names, _bind(build, name, amount), is_elementwise))
+    return groups
+
+
+def _bind(
+    build: Build, name: str, weight_decay: float
+) -> Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]:
+    return lambda tensors: build(tensors, name, weight_decay)

@@ -1,58 +1,58 @@
-"""Optimizer whose state lives beside the parameters: one or more torch optimizers behind one interface.
-
-State is named after parameters, not after positions in groups: a checkpoint stays valid when groups are built
-    in
-another order, or when a parameter never had a gradient and so has no state.
+"""Optimizer whose state lives beside the parameters: torch's optimizers, one per group, behind one
+interface.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch.distributed.tensor import DTensor
 
-from contract.errors import CheckpointError
-
-logger = logging.getLogger(__name__)
-
-# Everything else in torch's param groups is an option that a checkpoint has to carry.
-_NOT_OPTIONS = {"params", "name", "param_names"}
+from trainer.hold import Hold
+from trainer.optimizer.groups import (
+    COUNTER,
+    GroupOptions,
+    GroupSpec,
+    named_gradients,
+    saved_keys,
+    state_tensors,
+)
+from trainer.parallel.layout import LogicalTensor, ModelParameter, local_part
 
 
 class ResidentOptimizer:
-    """Drives `optimizers`, whose groups carry a unique `name`.
+    """Implements `Optimizer`.
 
     Args:
-        parameters: every trained parameter by its logical name.
-        optimizers: together they own each parameter once.
+        parameters: every trained parameter by its name.
+        groups: together they hold each parameter once.
     """
 
-    def __init__(
-        self, parameters: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]
-    ) -> None:
-        self._optimizers = list(optimizers)
-        self._names = {id(parameter): name for name, parameter in parameters.items()}
+    def __init__(self, parameters: Mapping[str, ModelParameter], groups: Sequence[GroupSpec]) -> None:
+        self._parameters = {name: item for name, item in parameters.items() if item.parameter.requires_grad}
+        self._optimizers = [
+            group.build([parameters[name].parameter for name in group.parameters]) for group in groups
+        ]
         self._owners = {
-            self._names[id(parameter)]: (optimizer, parameter)
-            for optimizer in optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
+            name: optimizer
+            for group, optimizer in zip(groups, self._optimizers, strict=True)
+            for name in group.parameters
         }
-        self._peak_lr = {group["name"]: float(group["lr"]) for group in self._groups()}
-        self._configured = {group["name"]: _options(group) for group in self._groups()}
-        self._kinds = {
-            group["name"]: type(optimizer).__name__
-            for optimizer in optimizers
-            for group in optimizer.param_groups
-        }
+        self._options = GroupOptions(self._optimizers)
 
-    def step(self, lr_factor: float) -> None:
+    def before_backward(self, lr_factor: float | None) -> None:
+        """See `Optimizer`: nothing happens before `step`."""
+
+    def grad_norm(self) -> float:
         """See `Optimizer`."""
-        for group in self._groups():
-            group["lr"] = self._peak_lr[group["name"]] * lr_factor
+        return gradient_norm(named_gradients(item.parameter for item in self._parameters.values()))
+
+    def step(self, lr_factor: float, grad_scale: float) -> None:
+        """See `Optimizer`."""
+        scale_gradients(named_gradients(item.parameter for item in self._parameters.values()), grad_scale)
+        self._options.set_lr_factor(lr_factor)
         for optimizer in self._optimizers:
             optimizer.step()
 
@@ -61,105 +61,77 @@ class ResidentOptimizer:
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def hold_state_updates(self, hold: Hold) -> None:
+        """See `Optimizer`: none of the state is on the host, so nothing of it is held."""
+
+    def weights(self) -> dict[str, LogicalTensor]:
+        """See `Optimizer`: the parameters are the weights."""
+        return {}
+
+    def weights_loaded(self) -> None:
+        """See `Optimizer`: there are no copies."""
+
+    def close(self) -> None:
+        """See `Optimizer`: nothing runs in the background."""
+
+    def tensors(self) -> dict[str, LogicalTensor]:
         """See `Optimizer`."""
-        return {
-            f"{name}.{key}": item
-            for name, (optimizer, parameter) in self._owners.items()
-            for key, item in optimizer.state.get(parameter, {}).items()
-            if isinstance(item, torch.Tensor)
+        state = {
+            name: {
+                key: local_part(item)
+                for key, item in optimizer.state.get(self._parameters[name].parameter, {}).items()
+                if isinstance(item, torch.Tensor)
+            }
+            for name, optimizer in self._owners.items()
         }
+        return state_tensors(self._parameters, state, "device")
 
     def values(self) -> dict[str, Any]:
-        """Per group its optimizer, its live options, its peak learning rate, and the options as the
-        configuration set them.
-        """
-        return {
-            "groups": {
-                group["name"]: {
-                    "optimizer": self._kinds[group["name"]],
-                    "options": _options(group),
-                    "peak_lr": self._peak_lr[group["name"]],
-                    "configured": self._configured[group["name"]],
-                }
-                for group in self._groups()
-            }
-        }
+        """See `Optimizer`."""
+        return self._options.values()
 
-    def tensors_to_load(self, names: Collection[str]) -> dict[str, torch.Tensor]:
+    def tensors_to_load(self, names: Collection[str]) -> dict[str, LogicalTensor]:
         """See `Optimizer`.
 
         Raises:
             CheckpointError: the state belongs to a parameter that this model does not have.
         """
+        keys = saved_keys(self._parameters, names)
         for optimizer in self._optimizers:
             optimizer.state.clear()
-        tensors = {}
-        for full_name in sorted(names):
-            name, _, key = full_name.rpartition(".")
-            if name not in self._owners:
-                raise CheckpointError(
-                    f"the checkpoint holds optimizer state for {name!r}, which this model does not train; "
-                    f"resume with "
-                    "the same model, or leave the state out with resume.skip_optimizer"
+        for name, of_parameter in keys.items():
+            optimizer, parameter = self._owners[name], self._parameters[name].parameter
+            for key in of_parameter:
+                # torch keeps the count of updates as a scalar on the host unless the update is fused on the
+                # device.
+                optimizer.state[parameter][key] = (
+                    torch.zeros((), device=counter_device(optimizer, parameter))
+                    if key == COUNTER
+                    else torch.zeros_like(parameter).detach()
                 )
-            optimizer, parameter = self._owners[name]
-            # torch keeps the count of updates as a scalar on the host unless the update is fused on the
-            # device.
-            item = (
-                torch.zeros((), device=_step_device(optimizer, parameter))
-                if key == "step"
-                else torch.zeros_like(parameter)
-            )
-            optimizer.state[parameter][key] = item.detach()
-            tensors[full_name] = optimizer.state[parameter][key]
-        return tensors
+        return self.tensors()
 
     def loaded(self, values: Mapping[str, Any]) -> None:
-        """Take over the options of every group, unless the configuration was changed since the save.
+        """See `Optimizer`.
 
         Raises:
             CheckpointError: the state belongs to another optimizer, or its groups are others.
         """
-        saved = values["groups"]
-        then_groups = {name: record["optimizer"] for name, record in saved.items()}
-        if then_groups != self._kinds:
-            raise CheckpointError(
-                f"the checkpoint's optimizer has groups {_describe(then_groups)}, this one "
-                f"{_describe(self._kinds)}; keep optimizer.type, or leave the state out with "
-                f"resume.skip_optimizer"
-            )
-        for group in self._groups():
-            record, configured = saved[group["name"]], self._configured[group["name"]]
-            for option, now in configured.items():
-                then = record["configured"].get(option)
-                if then == now and option in record["options"]:
-                    live = record["options"][option]
-                    group[option] = tuple(live) if isinstance(group[option], tuple) else live
-                    if option == "lr":
-                        self._peak_lr[group["name"]] = record["peak_lr"]
-                else:
-                    logger.warning(
-                        "optimizer group %s: %s was %s in the checkpoint; the configuration's %s is used",
-                        group["name"], option, then, now,
-                    )  # fmt: skip
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        self._options.load(values)
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a torch group as JSON values."""
-    return {
-        key: list(item) if isinstance(item, tuple) else item
-        for key, item in group.items()
-        if key not in _NOT_OPTIONS
-    }
+def gradient_norm(gradients: Sequence[torch.Tensor]) -> float:
+    """Global L2 norm of gradients on the device (DTensors, or tensors that every rank holds whole)."""
+    norm = torch.nn.utils.get_total_norm(gradients)
+    return float((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
 
 
-def _describe(kinds: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} ({kind})" for name, kind in sorted(kinds.items()))
+def scale_gradients(gradients: Sequence[torch.Tensor], factor: float) -> None:
+    """Multiply gradients in place; a factor of 1 changes nothing."""
+    if factor != 1.0 and gradients:
+        torch._foreach_mul_([local_part(gradient) for gradient in gradients], factor)
 
 
-def _step_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.device:
+def counter_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.device:
+    """Where `optimizer` expects the counter of `parameter`."""
     return parameter.device if optimizer.defaults.get("fused") else torch.device("cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +40,12 @@ class Device:
         if setting == "auto":
             return torch.bfloat16 if self.kind == "cuda" else torch.float32
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[setting]
+
+    def empty_on_host(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Host memory for copies from and to this device, not filled; pinned where that makes copies
+        asynchronous.
+        """
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=self.kind == "cuda")
 
     def synchronize(self) -> None:
         """Wait for the device, so that a host clock measures its work."""

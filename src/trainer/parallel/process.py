@@ -10,11 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from trainer.parallel.device import Device, open_device
+
+_T = TypeVar("_T")
 
 
 @dataclass(slots=True)
@@ -53,19 +56,35 @@ class Process:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control_group)
         return float(tensor.item())
 
+    def gather(self, value: _T) -> list[_T] | None:
+        """`value` of every rank in order of rank, on rank 0; None elsewhere. Goes through pickle."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.world_size if self.is_main else None
+        dist.gather_object(value, values, dst=0, group=self.control_group)
+        return values
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         dist.barrier(group=self.control_group)
 
 
 @contextmanager
-def open_process(device: str, *, num_threads: int | None, timeout_seconds: float) -> Iterator[Process]:
+def open_process(
+    device: str,
+    *,
+    num_threads: int | None,
+    timeout_seconds: float,
+    write_timeout_seconds: float | None = None,
+) -> Iterator[Process]:
     """Join the process group that torchrun describes in the environment, or form a group of one without it.
 
     Args:
         device: `auto`, `cpu` or `cuda`.
         num_threads: CPU threads of this process; None divides the cores among the machine's processes.
         timeout_seconds: longest wait for a peer in a collective.
+        write_timeout_seconds: the same in the background group, where a wait spans a peer's write; None is
+            `timeout_seconds`.
 
     Raises:
         ConfigError: the device does not exist.
@@ -85,7 +104,7 @@ def open_process(device: str, *, num_threads: int | None, timeout_seconds: float
         dist.init_process_group(own_device.backend, timeout=timeout)
     try:
         control_group = _new_group(timeout)
-        background_group = _new_group(timeout)
+        background_group = _new_group(timedelta(seconds=write_timeout_seconds or timeout_seconds))
         yield Process(
             rank,
             local_rank,
