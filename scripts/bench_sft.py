@@ -86,8 +86,15 @@ def tailrace_side(config: ModelConfig, files: ModelSource, process: Process) -> 
         reshard_after_forward=config.reshard_after_forward,
     )
     device = process.device.torch_device
-    model = build_model(config, files, device, shard, seed=0, is_low_precision=dtype is not torch.float32)
-    optimizer = build_optimizer(AdamWConfig(lr=1e-5), model.run_parameters(), block_parameters=())
+    model = build_model(config, files, device, shard, seed=0, compute_dtype=dtype)
+    optimizer = build_optimizer(
+        AdamWConfig(lr=1e-5),
+        model.run_parameters(),
+        block_parameters=(),
+        offload="none",
+        chunk_bytes=0,
+        process=process,
+    )
     engine = Engine(
         model, optimizer, CrossEntropy(model.vocab_size), process.device, is_varlen=True, max_grad_norm=1.0
     )

@@ -1,94 +1,49 @@
-"""The commit point of checkpoints: what makes a folder a checkpoint, and how a step is chosen.
+"""The commit point of checkpoints: how a step comes to exist, ceases to, and is chosen.
 
-A step exists if and only if `step_N/complete.json` can be read, is of a known format, and every file it lists
-has the recorded size. Everything is written into `step_N.partial/` first; one rename makes it exist. Deletion
-takes `complete.json` away first. Names that are not `step_N` or `step_N.partial` are neither chosen nor
-changed.
+A step exists if and only if its `complete.json` can be read, is of a known format, and every file it lists
+has the recorded size (`contract.record` holds the rules). Deletion takes `complete.json` away first. Names
+that are not those of steps are neither chosen nor changed.
+
+On a file system everything is written into `step_N.partial/` first, and one rename makes it exist. A store
+has no rename: files are written into `step_N/` (or `step_N.2/`, ... where an older history's step N lies),
+and `complete.json`, which appears whole or not at all, is written last.
 
 Every process that asks "which step?" goes through `resolve_step`. What the files hold is the business of the
-components (`trainer/`, `orchestrator/`) that write them. Local file systems only; no torch.
+components (`trainer/`, `orchestrator/`) that write them. No torch.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import shutil
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
-import msgspec
 import xxhash
 
 from contract.errors import CheckpointError
+from contract.record import (
+    CHECKSUM_KIND,
+    PARTIAL_SUFFIX,
+    RECORD_NAME,
+    SUPERSEDED_NAME,
+    CommitRecord,
+    Contents,
+    FileRecord,
+    StepEntry,
+    encode_record,
+    find_problem,
+    format_checksum,
+    is_step_name,
+    judge,
+    list_order,
+    step_name,
+)
+from contract.store import Folder, StoreFolder, open_binary, store_errors
 
-FORMAT_VERSION = 1
-RECORD_NAME = "complete.json"
-PARTIAL_SUFFIX = ".partial"
-CHECKSUM_KIND = "xxh3_128"
-
-_STEP_NAME = re.compile(r"step_(0|[1-9][0-9]*)(\.partial)?")
 _BLOCK_BYTES = 1 << 22
-
-State = Literal["committed", "uncommitted", "damaged", "unknown_format"]
-
-
-class FileRecord(msgspec.Struct, frozen=True):
-    """One file of a step: size in bytes, and `xxh3_128:<hex>` of its content (None: none was computed)."""
-
-    size: int
-    checksum: str | None
-
-
-class CommitRecord(msgspec.Struct, frozen=True):
-    """What `complete.json` holds.
-
-    Attributes:
-        components: processes whose state is in this step; each has a folder of that name.
-        files: by path relative to the step's folder, with `/`; `complete.json` itself is not listed.
-        versions: of python, torch, transformers and tailrace.
-        config_digest: `digest_config` of the configuration that the run had.
-        created: UTC time of the commit, ISO 8601.
-    """
-
-    format_version: int
-    step: int
-    world_size: int
-    components: list[str]
-    files: dict[str, FileRecord]
-    versions: dict[str, str]
-    config_digest: str
-    created: str
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of all files, in bytes."""
-        return sum(file.size for file in self.files.values())
-
-
-class _FormatOnly(msgspec.Struct):
-    format_version: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepEntry:
-    """One `step_N` or `step_N.partial` folder.
-
-    Attributes:
-        state: `uncommitted` was never finished (or is half deleted), `damaged` was committed but its files
-            are not what the record says, `unknown_format` was written by another version of Tailrace.
-        problem: why it cannot be loaded; None if and only if it is committed.
-        record: None where `complete.json` is missing or cannot be read.
-    """
-
-    step: int
-    path: Path
-    state: State
-    problem: str | None
-    record: CommitRecord | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,61 +55,49 @@ class ResolvedStep:
     warnings: tuple[str, ...]
 
 
-def step_name(step: int) -> str:
-    """Name of the folder of a committed step."""
-    return f"step_{step}"
-
-
-def inspect_step(path: Path) -> StepEntry:
-    """Look at one step folder. Where its name is not `step_N`, the record says the number (or else -1)."""
-    named = _STEP_NAME.fullmatch(path.name)
-    step = int(named[1]) if named else -1
-    if named and named[2]:
-        return StepEntry(
-            step, path, "uncommitted", "it was never committed: being written, or cut short", None
-        )
-    try:
-        content = (path / RECORD_NAME).read_bytes()
-    except FileNotFoundError:
-        problem = f"{RECORD_NAME} is missing: it was never committed, or is being deleted"
-        return StepEntry(step, path, "uncommitted", problem, None)
-    except OSError as error:
-        return StepEntry(step, path, "damaged", f"{RECORD_NAME} cannot be read: {error.strerror}", None)
-    try:
-        version = msgspec.json.decode(content, type=_FormatOnly).format_version
-        if version != FORMAT_VERSION:
-            problem = f"its format version is {version}, this Tailrace reads version {FORMAT_VERSION}"
-            return StepEntry(step, path, "unknown_format", problem, None)
-        record = msgspec.json.decode(content, type=CommitRecord)
-    except msgspec.DecodeError as error:
-        return StepEntry(step, path, "damaged", f"{RECORD_NAME} is not a commit record: {error}", None)
-    if named is None:
-        step = record.step
-    problem = _find_problem(path, step, record)
-    return StepEntry(step, path, "committed" if problem is None else "damaged", problem, record)
-
-
-def scan(checkpoints: Path) -> list[StepEntry]:
-    """Every step folder, ascending by number (`.partial` before committed); none if `checkpoints` is missing.
+def inspect_step(path: Folder) -> StepEntry:
+    """Look at one step folder. Where its name is not that of a step, the record says the number (or else -1).
 
     Raises:
-        CheckpointError: the folder exists and cannot be listed.
+        CheckpointError: a store does not answer.
     """
+    return judge(path, _local_contents(path) if isinstance(path, Path) else _stored(path, _list_store(path)))
+
+
+def scan(checkpoints: Folder) -> list[StepEntry]:
+    """Every step folder, ascending by number; none if `checkpoints` is missing. Steps of histories that were
+    left are not listed.
+
+    Raises:
+        CheckpointError: the folder exists and cannot be listed, or a store does not answer.
+    """
+    if isinstance(checkpoints, StoreFolder):
+        return [entry for entry, is_superseded in _scan_store(checkpoints) if not is_superseded]
     try:
-        paths = [path for path in checkpoints.iterdir() if _STEP_NAME.fullmatch(path.name) and path.is_dir()]
+        paths = [path for path in checkpoints.iterdir() if is_step_name(path.name) and path.is_dir()]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise CheckpointError(
             f"the checkpoints folder {checkpoints} cannot be listed: {error.strerror}"
         ) from error
-    return sorted(
-        (inspect_step(path) for path in paths), key=lambda entry: (entry.step, -len(entry.path.name))
-    )
+    return sorted(map(inspect_step, paths), key=list_order)
+
+
+def scan_superseded(checkpoints: Folder) -> list[StepEntry]:
+    """The steps that `scan` leaves out, because a run went on from an earlier one.
+
+    Raises:
+        CheckpointError: as `scan`.
+    """
+    if isinstance(checkpoints, StoreFolder):
+        return [entry for entry, is_superseded in _scan_store(checkpoints) if is_superseded]
+    folders = sorted(path for path in checkpoints.glob("superseded*") if path.is_dir())
+    return [entry for folder in folders for entry in scan(folder)]
 
 
 def resolve_step(
-    checkpoints: Path, step: int | None = None, *, components: Collection[str] = ()
+    checkpoints: Folder, step: int | None = None, *, components: Collection[str] = ()
 ) -> ResolvedStep | None:
     """Choose the step to load: `step`, or else the greatest committed one, compared as a number.
 
@@ -183,7 +126,7 @@ def resolve_step(
                     f"step {step} cannot be loaded from {entry.path}: {reasons[entry.path]}; {available}"
                 )
         raise CheckpointError(f"there is no step {step} in {checkpoints}; {available}")
-    if all(entry.path.name.endswith(PARTIAL_SUFFIX) for entry in entries):
+    if not any(entry.was_committed for entry in entries):
         return None
     if not usable:
         found = "; ".join(f"{entry.path.name}: {reasons[entry.path]}" for entry in entries)
@@ -208,14 +151,10 @@ def commit(partial: Path, final: Path, record: CommitRecord) -> None:
             format.
         OSError: the disk refuses; `final` does not exist then.
     """
-    problem = _find_problem(partial, record.step, record)
-    unknown = sorted({name for name, _ in _walk(partial)} - record.files.keys() - {RECORD_NAME})
-    if problem is not None or unknown:
-        problem = problem or f"{unknown[0]} is not of this attempt"
-        raise CheckpointError(f"{partial} does not hold what was written: {problem}")
+    _check_written(partial, _local_contents(partial), [name for name, _ in _walk(partial)], record)
     for _, path in _walk(partial):
         fsync(path)
-    (partial / RECORD_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=2))
+    (partial / RECORD_NAME).write_bytes(encode_record(record))
     fsync(partial / RECORD_NAME)
     # The names inside must be durable before the rename that makes them count.
     for folder in [*(path for path in partial.rglob("*") if path.is_dir()), partial]:
@@ -231,8 +170,63 @@ def commit(partial: Path, final: Path, record: CommitRecord) -> None:
     fsync(final.parent)
 
 
-def remove_step(path: Path) -> None:
-    """Delete one step folder; after a crash at any instant it is whole, or does not count as committed."""
+def commit_in_store(folder: StoreFolder, record: CommitRecord) -> None:
+    """Make the step whose files lie in `folder` exist. Other committed steps of its number are superseded.
+
+    Raises:
+        CheckpointError: the files are not those of `record`; or a step of this number is of an unknown
+            format.
+        OSError: the store does not answer, or refuses; `folder` is to be removed then.
+    """
+    sizes = folder.sizes()
+    _check_written(folder, _stored(folder, sizes), sizes, record)
+    for entry in scan(folder.parent):
+        if entry.step != record.step or str(entry.path) == folder.url:
+            continue
+        assert isinstance(entry.path, StoreFolder)
+        if entry.state == "unknown_format":
+            raise CheckpointError(f"{entry.path} exists already and is not replaced ({entry.problem})")
+        if entry.state == "committed":
+            supersede(entry.path)
+        else:
+            remove_step(entry.path)
+    folder.write_bytes(RECORD_NAME, encode_record(record))
+
+
+def folder_to_write(checkpoints: StoreFolder, step: int) -> StoreFolder:
+    """Where a new attempt at `step` goes: the first of `step_N`, `step_N.2`, ... that was not committed.
+
+    Raises:
+        OSError: the store does not answer, or refuses.
+    """
+    number = 1
+    while True:
+        folder = checkpoints / (step_name(step) if number == 1 else f"{step_name(step)}.{number}")
+        if not folder.holds(RECORD_NAME):
+            return folder
+        number += 1
+
+
+def supersede(folder: StoreFolder) -> None:
+    """Take a step of a store out of the list; its files stay where they are, and it can be loaded by name.
+
+    Raises:
+        OSError: the store does not answer, or refuses.
+    """
+    folder.write_bytes(SUPERSEDED_NAME, b"{}\n")
+
+
+def remove_step(path: Folder) -> None:
+    """Delete one step folder; after a crash at any instant it is whole, or does not count as committed.
+
+    Raises:
+        OSError: something cannot be deleted.
+    """
+    if isinstance(path, StoreFolder):
+        names = list(path.sizes())
+        path.delete([name for name in names if name == RECORD_NAME])
+        path.delete([name for name in names if name != RECORD_NAME])
+        return
     try:
         (path / RECORD_NAME).unlink()
         fsync(path)
@@ -246,8 +240,16 @@ def remove_step(path: Path) -> None:
     shutil.rmtree(path)
 
 
-def set_aside(path: Path) -> Path:
-    """Move a step, whole, out of the way: to `superseded/step_N` beside it (or `superseded_2/`, ...)."""
+def set_aside(path: Path) -> Path | None:
+    """Move a step, whole, out of the way: to `superseded/step_N` beside it (or `superseded_2/`, ...).
+
+    Returns:
+        Where it lies now; None if there is no such step: an attempt before this one may have moved it.
+    """
+    if not path.exists():
+        # That attempt may have failed before its rename was durable.
+        fsync(path.parent)
+        return None
     number = 1
     while True:
         target = path.parent / ("superseded" if number == 1 else f"superseded_{number}") / path.name
@@ -261,15 +263,19 @@ def set_aside(path: Path) -> Path:
     return target
 
 
-def verify(path: Path) -> list[str]:
-    """Read every file of a step again; returns what differs from its record (size only, without checksum)."""
+def verify(path: Folder) -> list[str]:
+    """Read every file of a step again; returns what differs from its record (size only, without checksum).
+
+    Raises:
+        CheckpointError: a store does not answer.
+    """
     entry = inspect_step(path)
     if entry.problem is not None or entry.record is None:
         return [entry.problem or f"{RECORD_NAME} is missing"]
     return verify_files(path, entry.record.files)
 
 
-def verify_files(path: Path, files: Mapping[str, FileRecord]) -> list[str]:
+def verify_files(path: Folder, files: Mapping[str, FileRecord]) -> list[str]:
     """`verify` for some of the files of the step folder `path`."""
     problems = []
     for name, file in files.items():
@@ -281,7 +287,7 @@ def verify_files(path: Path, files: Mapping[str, FileRecord]) -> list[str]:
             )
             continue
         try:
-            found = hash_file(path / name)
+            found = hash_file(path, name)
         except OSError as error:
             problems.append(f"{name} cannot be read: {error.strerror}")
             continue
@@ -290,23 +296,17 @@ def verify_files(path: Path, files: Mapping[str, FileRecord]) -> list[str]:
     return problems
 
 
-def hash_file(path: Path) -> str:
-    """Checksum of a file's content, as `FileRecord` holds it."""
+def hash_file(folder: Folder, name: str) -> str:
+    """Checksum of a file's content, as `FileRecord` holds it.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     digest = xxhash.xxh3_128()
-    with path.open("rb", buffering=0) as stream:
+    with store_errors(f"{folder}/{name}"), open_binary(folder, name) as stream:
         while block := stream.read(_BLOCK_BYTES):
             digest.update(block)
     return format_checksum(digest)
-
-
-def format_checksum(digest: xxhash.xxh3_128) -> str:
-    """The text that `FileRecord.checksum` holds for a finished digest."""
-    return f"{CHECKSUM_KIND}:{digest.hexdigest()}"
-
-
-def digest_config(config: Mapping[str, Any]) -> str:
-    """Digest of a configuration (JSON values); the order of keys does not matter."""
-    return xxhash.xxh3_128_hexdigest(json.dumps(config, sort_keys=True, separators=(",", ":")).encode())
 
 
 def fsync(path: Path) -> None:
@@ -318,20 +318,57 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _find_problem(path: Path, step: int, record: CommitRecord) -> str | None:
-    if record.step != step:
-        return f"{RECORD_NAME} is that of step {record.step}"
-    for component in record.components:
-        if not any(name.startswith(f"{component}/") for name in record.files):
-            return f"no file of component {component!r} was recorded"
-    for name, file in record.files.items():
+def _local_contents(folder: Path) -> Contents:
+    def size(name: str) -> int | None:
         try:
-            size = (path / name).stat().st_size
+            return (folder / name).stat().st_size
         except OSError:
-            return f"{name} is missing"
-        if size != file.size:
-            return f"{name} has {size} bytes, {file.size} were recorded"
-    return None
+            return None
+
+    return Contents(size, lambda name: (folder / name).read_bytes())
+
+
+def _stored(folder: StoreFolder, sizes: Mapping[str, int]) -> Contents:
+    def read(name: str) -> bytes:
+        if name not in sizes:
+            raise FileNotFoundError(name)
+        try:
+            return folder.read_bytes(name)
+        except FileNotFoundError:
+            raise  # deleted since it was listed
+        except OSError as error:
+            # A store that does not answer now may answer later. That makes no step a damaged one.
+            raise CheckpointError(f"{folder}/{name} cannot be read: {error.strerror}") from error
+
+    return Contents(sizes.get, read)
+
+
+def _list_store(folder: StoreFolder) -> dict[str, int]:
+    try:
+        return folder.sizes()
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be listed: {error.strerror}") from error
+
+
+def _scan_store(checkpoints: StoreFolder) -> list[tuple[StepEntry, bool]]:
+    """All steps in the order of the list, and whether each is of a history that was left."""
+    folders: defaultdict[StoreFolder, dict[str, int]] = defaultdict(dict)
+    for name, size in _list_store(checkpoints).items():
+        first, separator, rest = name.partition("/")
+        if separator and is_step_name(first, in_store=True):
+            folders[checkpoints / first][rest] = size
+    entries = [
+        (judge(folder, _stored(folder, sizes)), SUPERSEDED_NAME in sizes) for folder, sizes in folders.items()
+    ]
+    return sorted(entries, key=lambda pair: list_order(pair[0]))
+
+
+def _check_written(folder: Folder, contents: Contents, names: Collection[str], record: CommitRecord) -> None:
+    problem = find_problem(contents, record.step, record)
+    unknown = sorted(set(names) - record.files.keys() - {RECORD_NAME})
+    if problem is not None or unknown:
+        problem = problem or f"{unknown[0]} is not of this attempt"
+        raise CheckpointError(f"{folder} does not hold what was written: {problem}")
 
 
 def _why_not(entry: StepEntry, components: Collection[str]) -> str | None:

@@ -6,10 +6,15 @@ with `--log.level debug`). Any other exception is a defect of the project and ke
 
 from __future__ import annotations
 
+import signal
+
 EXIT_OK = 0
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 """Configuration or input that cannot work: nothing was started or changed."""
+EXIT_PAUSED = 75
+"""A run that was asked to pause has saved and ended, and goes on with `--resume` (EX_TEMPFAIL of sysexits.h:
+try again later)."""
 EXIT_SIGNAL_BASE = 128
 """A run ended by a signal exits with 128 + the signal's number, after its checkpoint is committed."""
 
@@ -63,6 +68,11 @@ class Interrupted(BaseException):
         super().__init__(message)
         self.signum = signum
         self.exit_code = EXIT_SIGNAL_BASE + signum
+
+
+def is_asked_for(code: int) -> bool:
+    """Whether a process with this exit code ended because it was asked to, by a pause or a signal."""
+    return code in (EXIT_PAUSED, EXIT_SIGNAL_BASE + signal.SIGINT, EXIT_SIGNAL_BASE + signal.SIGTERM)
 
 
 def is_expected(error: BaseException) -> bool:

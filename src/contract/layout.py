@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from contract.store import Folder, StoreFolder
+
 
 def cache_folder() -> Path:
     """What can be made again, shared by runs: `$XDG_CACHE_HOME/tailrace`, by default under `~/.cache`."""
@@ -14,9 +16,30 @@ def cache_folder() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Paths inside `<output_dir>/<run_name>`; creates nothing."""
+    """Paths inside `<output_dir>/<run_name>`; creates nothing.
+
+    Attributes:
+        store: where checkpoints lie if not in the run folder.
+    """
 
     root: Path
+    store: StoreFolder | None = None
+
+    @classmethod
+    def of_run(cls, output_dir: Path, run_name: str, store_url: str | None) -> RunFolder:
+        """The folder of the run with this name.
+
+        Args:
+            store_url: `ckpt.url` of its configuration: the run's checkpoints lie in
+                `<store_url>/<run_name>/checkpoints/`.
+        """
+        store = None if store_url is None else StoreFolder(store_url) / run_name / "checkpoints"
+        return cls(output_dir.expanduser() / run_name, store)
+
+    @property
+    def steps(self) -> Folder:
+        """The checkpoints of the run, wherever they lie."""
+        return self.checkpoints if self.store is None else self.store
 
     @property
     def config(self) -> Path:
@@ -25,7 +48,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """`step_N/` (committed) and `step_N.partial/` (being written)."""
+        """`step_N/` (committed) and `step_N.partial/` (being written); see `steps`."""
         return self.root / "checkpoints"
 
     @property
@@ -42,6 +65,16 @@ class RunFolder:
     def logs(self) -> Path:
         """`attempt_K/*.log`, one per process; `latest` points to the newest."""
         return self.root / "logs"
+
+    @property
+    def control(self) -> Path:
+        """What `ckpt` asks of the running attempt, and its answers; see `contract.control`."""
+        return self.root / "control"
+
+    @property
+    def paused(self) -> Path:
+        """Exists while the run is paused: at which step, why, and whether that step was saved."""
+        return self.root / "paused.json"
 
     @property
     def traces(self) -> Path:

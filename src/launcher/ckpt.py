@@ -1,4 +1,5 @@
-"""The `ckpt` command: list, verify, export and remove the checkpoints of a run.
+"""The `ckpt` command: list, verify, export and remove the checkpoints of a run, and (see `control`) ask a
+running one to pause or save.
 
 Reads and changes files only; needs no process group and, but for `export`, no torch.
 """
@@ -8,14 +9,19 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-from contract.commit import StepEntry, inspect_step, remove_step, resolve_step, scan, verify
+from contract.commit import inspect_step, remove_step, resolve_step, scan, scan_superseded, verify
 from contract.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, CheckpointError, TailraceError
+from contract.layout import RunFolder
+from contract.record import RECORD_NAME, StepEntry, is_step_name
+from contract.store import Folder, StoreFolder, parse_folder
+from launcher import control
 
 _STEP_FOLDER = re.compile(r"step_[0-9]+(\.partial)?")
-_PLACE = "run folder, its checkpoints folder, or (where one step is meant) a step folder"
+_PLACE = "run folder, its checkpoints folder, or (where one step is meant) a step folder; or its s3:// URL"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,14 +43,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="ckpt", description="List, verify, export and remove the checkpoints of a run."
+        prog="ckpt",
+        description="List, verify, export and remove the checkpoints of a run; pause or save a running one.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     ls = commands.add_parser(
         "ls", help="list all steps", description="List every step, and why it cannot be loaded."
     )
-    ls.add_argument("path", type=Path, help=_PLACE)
+    ls.add_argument("path", help=_PLACE)
     ls.set_defaults(run=_ls)
 
     check = commands.add_parser(
@@ -53,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Read every file of every committed step (or of one) again and compare its checksum. "
         "Steps that were never committed are told, and are no failure. Exit code 1 if anything is damaged.",
     )
-    check.add_argument("path", type=Path, help=_PLACE)
+    check.add_argument("path", help=_PLACE)
     check.add_argument("--step", type=int, help="only this step")
     check.set_defaults(run=_verify)
 
@@ -63,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Write the weights of a committed step in Hugging Face format, on one CPU process. The "
         "model that was trained must be found where the configuration stored in the step says.",
     )
-    export.add_argument("path", type=Path, help=_PLACE)
+    export.add_argument("path", help=_PLACE)
     export.add_argument("--step", type=int, help="step; the latest if not given")
     export.add_argument(
         "--out", type=Path, help="folder to write; weights/step_N in the run folder if not given"
@@ -80,24 +87,39 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--force", action="store_true", help="replace an export that is there already")
     export.set_defaults(run=_export)
 
+    _add_rm(commands)
+    control.add_commands(commands)
+    return parser
+
+
+def _add_rm(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     rm = commands.add_parser(
         "rm",
         help="delete steps",
         description="Delete steps. The only committed step is kept unless --force is given.",
     )
-    rm.add_argument("path", type=Path, help="run folder or its checkpoints folder")
-    rm.add_argument("--step", type=int, nargs="+", required=True, help="steps to delete, committed or not")
+    rm.add_argument("path", help="run folder or its checkpoints folder; or its s3:// URL")
+    what = rm.add_mutually_exclusive_group(required=True)
+    what.add_argument("--step", type=int, nargs="+", help="steps to delete, committed or not")
+    what.add_argument(
+        "--superseded",
+        action="store_true",
+        help="delete what a run left when it went on from an earlier step",
+    )
     rm.add_argument("--force", action="store_true", help="delete even the last step that could be loaded")
     rm.set_defaults(run=_rm)
-    return parser
 
 
 def _ls(arguments: argparse.Namespace) -> int:
-    entries = _entries(arguments.path)
+    path = parse_folder(arguments.path)
+    entries = _entries(path)
+    superseded = [] if _is_step(path) else scan_superseded(_checkpoints(path))
     rows = [("STEP", "SIZE", "FILES", "CREATED", "RANKS", "STATUS")]
-    for entry in entries:
+    for entry in [*entries, *superseded]:
         record = entry.record
         status = entry.state if entry.problem is None else f"{entry.state}: {entry.problem}"
+        if entry in superseded:
+            status = f"superseded, in {entry.path}"
         size = files = created = ranks = ""
         if record is not None:
             size, files = _format_bytes(record.num_bytes), str(len(record.files))
@@ -110,7 +132,7 @@ def _ls(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    entries = _entries(arguments.path)
+    entries = _entries(parse_folder(arguments.path))
     if arguments.step is not None:
         entries = _of_step(entries, arguments.step, arguments.path)
     failed = False
@@ -133,8 +155,9 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    entry = _choose(arguments.path, arguments.step)
-    target: Path = arguments.out or _default_target(entry)
+    path = parse_folder(arguments.path)
+    entry = _choose(path, arguments.step)
+    target: Path = arguments.out or _default_target(path, entry)
     if target.exists() and not arguments.force:
         print(
             f"ckpt: error: {target} exists; choose another --out, or --force to replace it", file=sys.stderr
@@ -177,7 +200,9 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _rm(arguments: argparse.Namespace) -> int:
-    entries = _entries(arguments.path)
+    if arguments.superseded:
+        return _rm_superseded(_checkpoints(parse_folder(arguments.path)))
+    entries = _entries(parse_folder(arguments.path))
     doomed = [
         entry for step in dict.fromkeys(arguments.step) for entry in _of_step(entries, step, arguments.path)
     ]
@@ -193,9 +218,16 @@ def _rm(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _entries(path: Path) -> list[StepEntry]:
+def _rm_superseded(checkpoints: Folder) -> int:
+    for entry in scan_superseded(checkpoints):
+        remove_step(entry.path)
+        print(f"removed {entry.path}")
+    return EXIT_OK
+
+
+def _entries(path: Folder) -> list[StepEntry]:
     """The steps at `path`: all of a run or checkpoints folder, or the one of a step folder."""
-    if not path.is_dir():
+    if isinstance(path, Path) and not path.is_dir():
         raise CheckpointError(f"{path}: there is no such folder")
     if _is_step(path):
         return [inspect_step(path)]
@@ -205,7 +237,7 @@ def _entries(path: Path) -> list[StepEntry]:
     return entries
 
 
-def _of_step(entries: Sequence[StepEntry], step: int, path: Path) -> list[StepEntry]:
+def _of_step(entries: Sequence[StepEntry], step: int, path: Folder | str) -> list[StepEntry]:
     found = [entry for entry in entries if entry.step == step]
     if not found:
         there = ", ".join(dict.fromkeys(str(entry.step) for entry in entries))
@@ -213,8 +245,8 @@ def _of_step(entries: Sequence[StepEntry], step: int, path: Path) -> list[StepEn
     return found
 
 
-def _choose(path: Path, step: int | None) -> StepEntry:
-    if path.is_dir() and _is_step(path):
+def _choose(path: Folder, step: int | None) -> StepEntry:
+    if _is_step(path):
         entry = inspect_step(path)
         if step not in (None, entry.step):
             raise CheckpointError(
@@ -231,17 +263,42 @@ def _choose(path: Path, step: int | None) -> StepEntry:
     return resolved.entry
 
 
-def _is_step(path: Path) -> bool:
-    return bool(_STEP_FOLDER.fullmatch(path.resolve().name)) or (path / "complete.json").is_file()
+def _is_step(path: Folder) -> bool:
+    if isinstance(path, StoreFolder):
+        return is_step_name(path.name, in_store=True) or path.holds(RECORD_NAME)
+    return path.is_dir() and (
+        bool(_STEP_FOLDER.fullmatch(path.resolve().name)) or (path / RECORD_NAME).is_file()
+    )
 
 
-def _checkpoints(path: Path) -> Path:
+def _checkpoints(path: Folder) -> Folder:
+    """The checkpoints folder that `path` is or means: that of a run may lie in a store."""
+    if isinstance(path, StoreFolder):
+        is_run = path.name != "checkpoints" and (path / "checkpoints").is_dir()
+        return path / "checkpoints" if is_run else path
+    store = _store_of_run(path)
+    if store is not None:
+        return store
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
-def _default_target(entry: StepEntry) -> Path:
+def _store_of_run(path: Path) -> StoreFolder | None:
+    """Where the run in the folder `path` keeps its checkpoints, by its own configuration; None if there."""
+    try:
+        config = tomllib.loads((path / "config" / "sft.toml").read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError as error:
+        raise CheckpointError(f"{path / 'config' / 'sft.toml'} cannot be read: {error}") from error
+    url = config.get("ckpt", {}).get("url")
+    return None if url is None else RunFolder.of_run(path.parent, config["run_name"], url).store
+
+
+def _default_target(path: Folder, entry: StepEntry) -> Path:
+    if isinstance(path, Path) and isinstance(entry.path, StoreFolder):
+        return path / "weights" / f"step_{entry.step}"  # of a run whose folder is here
     checkpoints = entry.path.resolve().parent
-    if checkpoints.name != "checkpoints":
+    if checkpoints.name != "checkpoints" or isinstance(checkpoints, StoreFolder):
         raise CheckpointError(
             f"{entry.path} lies in no run folder, so the export has no place; give --out DIR"
         )

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from contract.errors import RunFolderError
 from contract.layout import RunFolder
@@ -19,9 +21,12 @@ except ImportError:  # not a POSIX system
 
 _STEP = re.compile(r"step_\d+(\.partial)?(\.old)?|superseded(_\d+)?")
 _ATTEMPT = re.compile(r"attempt_(\d+)")
-_OWN_FOLDERS = ("config", "traces", "tensorboard", "wandb", "broadcasts", "rollouts")
+_OWN_ENTRIES = (
+    "config", "control", "paused.json", "traces", "tensorboard", "wandb", "broadcasts", "rollouts",
+)  # fmt: skip
 _COMPLETE = "complete.json"
 _LOCK = ".lock"
+_PROBE_SECONDS = 0.5
 
 
 def check_usable(folder: RunFolder, *, resume: bool, clean: bool) -> None:
@@ -56,15 +61,49 @@ def lock(folder: RunFolder) -> Iterator[int]:
         folder.root.mkdir(parents=True, exist_ok=True)
         file = (folder.root / _LOCK).open("a")
     with file:
-        if fcntl is not None:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise RunFolderError(
-                    f"a run is going on in {folder.root}, and nothing was changed there. Wait for it or "
-                    "end it, or start another: --run-name NAME"
-                ) from None
+        if not _take_lock(file):
+            raise RunFolderError(
+                f"a run is going on in {folder.root}, and nothing was changed there. Wait for it or "
+                "end it, or start another: --run-name NAME"
+            )
         yield file.fileno()
+
+
+def is_running(folder: RunFolder) -> bool:
+    """Whether a live run holds the run folder.
+
+    Raises:
+        RunFolderError: this system has no file locks, so nobody can know.
+    """
+    if fcntl is None:
+        raise RunFolderError(
+            f"this system has no file locks, so it cannot be seen whether a run is going on in {folder.root}"
+        )
+    try:
+        file = (folder.root / _LOCK).open()
+    except FileNotFoundError:
+        return False
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
+
+
+def _take_lock(file: IO[str]) -> bool:
+    """Lock for this process; False if a run holds it, and not just a look of `is_running`."""
+    if fcntl is None:
+        return True
+    deadline = time.monotonic() + _PROBE_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+        time.sleep(0.02)
 
 
 def clean_run(folder: RunFolder) -> list[Path]:
@@ -92,7 +131,7 @@ def clean_run(folder: RunFolder) -> list[Path]:
                     _delete(entry)
             with suppress(OSError):  # holds something that is not ours
                 parent.rmdir()
-        for name in _OWN_FOLDERS:
+        for name in _OWN_ENTRIES:
             _delete(folder.root / name)
         # Last, so that a folder that is cleaned by half still counts as one that holds a run.
         folder.metrics.unlink(missing_ok=True)

@@ -3,8 +3,8 @@
 The agent (torchrun's) starts one guard per rank as its worker. A guard adds what the agent lacks:
 
 - the rank's process id and, whatever kills the rank, its exit code and time are on disk;
-- a rank that ended because of a user's signal is not reported to the agent before all ranks have ended. The
-  agent would take the first exit for a failure and interrupt the others while they save;
+- a rank that ended because it was asked to (a signal, a pause) is not reported to the agent before all ranks
+  have ended. The agent would take the first exit for a failure and interrupt the others while they save;
 - when the agent ends a rank (another one failed, or the agent itself was told to end) the rank gets one
   SIGTERM, and SIGKILL a bounded time later;
 - the rank ends with its guard, and the guard with its agent, also after `kill -9`.
@@ -24,11 +24,10 @@ from pathlib import Path
 from types import FrameType
 
 from contract.attempt import ExitRecord, die_with_parent, log_path, read_exit, register_rank, write_exit
-from contract.errors import EXIT_SIGNAL_BASE
+from contract.errors import EXIT_OK, EXIT_PAUSED, EXIT_SIGNAL_BASE, is_asked_for
 from launcher.spec import AGENT_VARIABLE, LaunchSpec, read_spec
 
 _POLL_SECONDS = 0.05
-_USER_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Guard:
@@ -53,7 +52,7 @@ class Guard:
             self._process.terminate()
         code = self._wait(self._process)
         record = self._record(code)
-        if record.code - EXIT_SIGNAL_BASE in _USER_SIGNALS:
+        if is_asked_for(record.code):
             self._wait_for_peers()
         return record.code
 
@@ -108,7 +107,11 @@ class Guard:
         if self._ended_by_agent:
             return
         records = [read_exit(self._spec.attempt_dir, rank) for rank in range(self._spec.num_processes)]
-        failed = [record.rank for record in records if record is not None and record.code != 0]
+        failed = [
+            record.rank
+            for record in records
+            if record is not None and record.code not in (EXIT_OK, EXIT_PAUSED)
+        ]
         self._failed_before = self._rank in failed
         # After a failure nothing can be saved any more; without one the run may still be saved.
         self._kill_at = time.monotonic() + (self._spec.stop_seconds if failed else self._spec.grace_seconds)

@@ -20,7 +20,8 @@ from pathlib import Path
 from types import FrameType
 
 from contract.attempt import ExitRecord, die_with_parent, log_path, read_exit, read_pid
-from contract.errors import EXIT_FAILURE, EXIT_OK, EXIT_SIGNAL_BASE
+from contract.control import PAUSE_SIGNAL, hold_pause_signal, letting_pause_signal_through
+from contract.errors import EXIT_FAILURE, EXIT_OK, EXIT_PAUSED, EXIT_SIGNAL_BASE, is_asked_for
 from launcher.spec import ATTEMPT_VARIABLE, LaunchSpec
 
 _POLL_SECONDS = 0.1
@@ -34,8 +35,8 @@ def launch(spec: LaunchSpec, *, keep_open: tuple[int, ...] = ()) -> int:
     run.
 
     The first and the second SIGINT or SIGTERM are passed on to the ranks (save and end; end at once), the
-    third kills them, as does the end of `spec.grace_seconds` after the first. Rank 0's output is shown on
-    this process's stdout.
+    third kills them, as does the end of `spec.grace_seconds` after the first. SIGUSR1 is passed on as well
+    (pause), and has no limit. Rank 0's output is shown on this process's stdout.
 
     Args:
         keep_open: file descriptors that the agent inherits; it outlives this process until all ranks have
@@ -54,6 +55,8 @@ class _Launch:
         self._console = _Tail(log_path(spec.attempt_dir, 0))
         self._signals: list[int] = []
         self._delivered = [0] * spec.num_processes
+        self._num_pauses = 0
+        self._pauses_delivered = [0] * spec.num_processes
         self._kill_at: float | None = None
         self._agent_told = False
         self._killed = False
@@ -100,7 +103,7 @@ class _Launch:
             # Ctrl-C in a terminal reaches this process only, which passes it on once.
             start_new_session=True,
             pass_fds=self._keep_open,
-            preexec_fn=lambda: die_with_parent(launcher_pid),
+            preexec_fn=lambda: _prepare_agent(launcher_pid),
         )
 
     def _watch(self, agent: subprocess.Popen[bytes]) -> int:
@@ -110,6 +113,7 @@ class _Launch:
             self._show_output()
             if code is not None:
                 return code
+            self._pass_pauses()
             self._pass_signals(agent)
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 asked = len(self._signals) >= _SIGNALS_UNTIL_KILL
@@ -122,6 +126,20 @@ class _Launch:
                 self._killed = True
                 return EXIT_SIGNAL_BASE + signal.SIGKILL
             time.sleep(_POLL_SECONDS)
+
+    def _pass_pauses(self) -> None:
+        """Send every rank each SIGUSR1 once; one that starts later gets it then, and holds it back until it
+        can answer.
+        """
+        for rank, delivered in enumerate(self._pauses_delivered):
+            if delivered == self._num_pauses:
+                continue
+            pid = read_pid(self._spec.attempt_dir, rank)
+            if pid is None:
+                continue
+            if read_exit(self._spec.attempt_dir, rank) is None:
+                _send(pid, PAUSE_SIGNAL)
+            self._pauses_delivered[rank] += 1
 
     def _pass_signals(self, agent: subprocess.Popen[bytes]) -> None:
         """Send every rank the signals that it has not had; one that starts later gets them then."""
@@ -186,6 +204,9 @@ class _Launch:
             name = signal.Signals(first.code - EXIT_SIGNAL_BASE).name if interrupted else ""
             _say(f"the run was ended by {name}" if interrupted else _report(first, self._spec.attempt_dir))
             return first.code
+        if any(record is not None and record.code == EXIT_PAUSED for record in records):
+            _say("the run is paused; go on with --resume")
+            return EXIT_PAUSED
         if agent_code == EXIT_OK:
             return EXIT_OK
         if self._signals:
@@ -204,32 +225,37 @@ class _Launch:
             # A closed terminal is passed on as SIGTERM, which ranks know.
             self._signals.append(signal.SIGTERM if signum == signal.SIGHUP else signum)
 
+        def remember_pause(signum: int, frame: FrameType | None) -> None:
+            self._num_pauses += 1
+
         handled = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup
             handled.append(signal.SIGHUP)
         earlier = {signum: signal.signal(signum, remember) for signum in handled}
+        earlier[PAUSE_SIGNAL] = signal.signal(PAUSE_SIGNAL, remember_pause)
         try:
-            yield
+            with letting_pause_signal_through():
+                yield
         finally:
             for signum, handler in earlier.items():
                 signal.signal(signum, handler)
 
 
 def first_failure(records: list[ExitRecord]) -> ExitRecord | None:
-    """The record that caused the others; None if all ranks succeeded.
+    """The record that caused the others; None if all ranks succeeded or paused.
 
     A rank that a signal killed could not speak first, so it comes before ranks that lost their peer and said
     so. Ranks that were told to end because of another one are no cause.
     """
-    failed = [record for record in records if record.code != EXIT_OK]
+    failed = [record for record in records if record.code not in (EXIT_OK, EXIT_PAUSED)]
     causes = [record for record in failed if not record.ended_by_launcher] or failed
     killed = [record for record in causes if record.signum is not None]
     return min(killed or causes, key=lambda record: record.time_ns, default=None)
 
 
 def _is_failure(record: ExitRecord) -> bool:
-    """Whether a rank failed, rather than being asked by a signal to end."""
-    return record.code not in (EXIT_OK, EXIT_SIGNAL_BASE + signal.SIGINT, EXIT_SIGNAL_BASE + signal.SIGTERM)
+    """Whether a rank failed, rather than being asked to end."""
+    return record.code != EXIT_OK and not is_asked_for(record.code)
 
 
 def _report(record: ExitRecord, attempt_dir: Path) -> str:
@@ -251,6 +277,13 @@ def _last_lines(path: Path) -> str:
 
 def _say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
+
+
+def _prepare_agent(launcher_pid: int) -> None:
+    """Between fork and exec of the agent."""
+    die_with_parent(launcher_pid)
+    # Inherited by the guards and, until they have a handler, by the ranks: SIGUSR1 would end them.
+    hold_pause_signal()
 
 
 class _Tail:

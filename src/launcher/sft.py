@@ -18,11 +18,15 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from contract import control
+from contract.control import holding_pause_signal
 from contract.errors import EXIT_OK, EXIT_SIGNAL_BASE, ConfigError, RunFolderError, TailraceError
 from contract.layout import RunFolder
 from contract.settings.dump import to_toml
 from contract.settings.load import Loaded, load_settings, with_values
+from contract.store import StoreFolder, check_installed
 from launcher import folder as run_folder
+from launcher import store
 from launcher.devices import count_gpus, default_processes
 from launcher.processes import launch
 from launcher.spec import LaunchSpec, num_cores
@@ -57,6 +61,8 @@ class OuterRank:
         )
 
 
+# SIGUSR1 would end this process before the trainer, or the launcher of several processes, can answer it.
+@holding_pause_signal()
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code. `argv` None takes the words of the command line."""
     debug = False
@@ -79,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(loaded: Loaded[SFTConfig], outer: OuterRank | None) -> int:
     config = loaded.settings
-    folder = RunFolder(config.output_dir / config.run_name)
+    folder = RunFolder.of_run(config.output_dir, config.run_name, config.checkpoint_url)
     if outer is None or outer.rank == 0:
         for notice in loaded.notices:
             print(f"note: {notice}", file=sys.stderr)
@@ -106,7 +112,7 @@ def _start(config: SFTConfig, folder: RunFolder, processes: int, held: int) -> i
             num_processes=processes,
             attempt_dir=attempt.absolute(),
             num_threads=config.deployment.num_threads or max(1, num_cores() // processes),
-            grace_seconds=config.deployment.grace_seconds,
+            grace_seconds=config.grace_seconds,
         ),
         keep_open=(held,),
     )
@@ -134,14 +140,20 @@ def _prepare(config: SFTConfig, folder: RunFolder) -> tuple[Path, Path]:
     """Check, clean and create the run folder; returns the configuration's file and the attempt's folder."""
     run_folder.check_usable(folder, resume=config.resume is not None, clean=config.clean)
     run_folder.check_writable(folder)
+    # First of all, because from the lock on this attempt can be asked for something.
+    control.clear(folder)
     _check_inputs(config)
+    store.check_usable(folder, resume=config.resume is not None, clean=config.clean)
     if config.clean:
+        # The store first: a run that is cleaned by half still has its folder here.
+        store.clean_steps(folder)
         foreign = run_folder.clean_run(folder)
         if foreign:
             print(
                 f"note: kept by --clean, not written by a run: {', '.join(map(str, foreign))}",
                 file=sys.stderr,
             )
+    folder.paused.unlink(missing_ok=True)
     run_folder.write_config(folder, _resolved(config))
     attempt = run_folder.new_attempt(folder)
     path = attempt / "sft.toml"
@@ -154,7 +166,10 @@ def _check_inputs(config: SFTConfig) -> None:
 
     Raises:
         DataError, ModelError: there is no such file or folder.
+        CheckpointError: the package that the store of `ckpt.url` needs is not installed.
     """
+    if config.checkpoint_url is not None:
+        check_installed(StoreFolder(config.checkpoint_url).scheme)
     from trainer.model.source import resolve_model
     from trainer.source.reading import open_rows
 

@@ -6,9 +6,11 @@ import signal
 import sys
 from pathlib import Path
 
+from contract.control import holding_pause_signal
 from contract.errors import EXIT_SIGNAL_BASE
 
 
+@holding_pause_signal()
 def main() -> int:
     """Train as this rank; returns the exit code."""
     try:

@@ -11,10 +11,9 @@ import functools
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -44,7 +43,7 @@ from trainer.optimizer.schedule import build_schedule
 from trainer.parallel.mesh import build_mesh
 from trainer.parallel.process import Process
 from trainer.parallel.shard import shard_model
-from trainer.parallel.stop import StopRequest
+from trainer.parallel.stop import Requests
 from trainer.parts import DataPart, ModelPart, StatePart, TrackerPart
 from trainer.reporter import StepReporter
 from trainer.source.base import Source
@@ -87,7 +86,7 @@ class _Data:
 
 
 def build_sft(
-    config: SFTConfig, process: Process, stop: StopRequest, folder: RunFolder, attempt: int, stack: ExitStack
+    config: SFTConfig, process: Process, requests: Requests, folder: RunFolder, attempt: int, stack: ExitStack
 ) -> Run:
     """Everything of an SFT run, resumed if `config.resume` says so.
 
@@ -97,11 +96,7 @@ def build_sft(
     start_time = time.monotonic()
     seed_everything(config.seed + process.rank)
     # Before anything slow: a resume that cannot work is refused at once.
-    plan = None
-    if config.resume is not None:
-        plan = plan_resume(config.resume, folder, process, config.model_dump(mode="json"))
-        if plan is None and process.is_main:
-            logger.warning("the run ended before its first checkpoint: it starts again at step 0")
+    plan = _plan_resume(config, process, folder)
     files = _first_on_each_machine(process, lambda: resolve_model(config.model))
     console = stack.enter_context(_open_console(config, process))
     data = _first_on_each_machine(process, lambda: _open_data(config, process, files))
@@ -116,16 +111,7 @@ def build_sft(
     state, tracker = TrainState(), TrackerPart()
     weights = ModelPart(model, optimizer)
     parts = _list_parts(weights, optimizer, state, data.source, tracker)
-    checkpoint = CheckpointManager(
-        config.ckpt,
-        folder,
-        process,
-        parts,
-        config.model_dump(mode="json"),
-        state_owners=[optimizer],
-        is_state_on_host=config.model.offload != "none",
-    )
-    stack.callback(checkpoint.close)
+    checkpoint = stack.enter_context(_open_checkpoint(config, process, folder, parts, model, optimizer))
     _resume(checkpoint, plan, folder, tracker)
     total_steps = config.max_steps or state.step + (data.source.steps_left or 0)
     peak = find_peak(config, process)
@@ -133,17 +119,9 @@ def build_sft(
     reporter = StepReporter(
         process, metrics, console, shape, peak, peak_lr=config.optimizer.lr, total_steps=total_steps
     )
+    tokenizer, validation = data.tokenizer, data.validation
     hooks = build_hooks(
-        config,
-        process,
-        stop,
-        folder,
-        files,
-        weights.tensors,
-        engine,
-        console,
-        data.tokenizer,
-        data.validation,
+        config, process, requests, folder, files, weights.tensors, engine, console, tokenizer, validation
     )
     for hook in hooks:
         stack.callback(hook.close)
@@ -155,7 +133,7 @@ def build_sft(
         checkpoint=checkpoint,
         hooks=hooks,
         reporter=reporter,
-        stop=stop,
+        requests=requests,
         state=state,
         schedule=schedule,
         total_steps=total_steps,
@@ -195,13 +173,42 @@ def _list_parts(
     }
 
 
+def _plan_resume(config: SFTConfig, process: Process, folder: RunFolder) -> ResumePlan | None:
+    if config.resume is None:
+        return None
+    plan = plan_resume(config.resume, folder, process, config.model_dump(mode="json"))
+    if plan is None and process.is_main:
+        logger.warning("the run ended before its first checkpoint: it starts again at step 0")
+    return plan
+
+
+def _open_checkpoint(
+    config: SFTConfig,
+    process: Process,
+    folder: RunFolder,
+    parts: Mapping[str, Part],
+    model: CausalLM,
+    optimizer: Optimizer,
+) -> CheckpointManager:
+    return CheckpointManager(
+        config.ckpt,
+        folder,
+        process,
+        parts,
+        config.model_dump(mode="json"),
+        state_owners=[optimizer],
+        is_state_on_host=config.model.offload != "none",
+        model_buffers=model.run_state().keys() - model.run_parameters().keys(),
+    )
+
+
 def _resume(
     checkpoint: CheckpointManager, plan: ResumePlan | None, folder: RunFolder, tracker: TrackerPart
 ) -> None:
     if plan is None:
         return
     checkpoint.load(plan)
-    if plan.path.parent.resolve() != folder.checkpoints.resolve():
+    if plan.path.parent.resolve() != folder.steps.resolve():
         tracker.ids.clear()  # another run's id: going on under it would mix two runs
 
 
@@ -281,14 +288,20 @@ def _build_model(config: SFTConfig, process: Process, files: ModelSource) -> Cau
         device.torch_device,
         shard,
         seed=config.seed,
-        is_low_precision=compute_dtype is not torch.float32,
+        compute_dtype=compute_dtype,
     )
 
 
 def _build_engine(config: SFTConfig, process: Process, model: CausalLM) -> tuple[Engine, Optimizer]:
     optimizer = build_optimizer(
-        config.optimizer, model.run_parameters(), block_parameters=model.block_parameters()
+        config.optimizer,
+        model.run_parameters(),
+        block_parameters=model.block_parameters(),
+        offload=config.model.offload,
+        chunk_bytes=int(config.offload.chunk_mib * 2**20),
+        process=process,
     )
+    model.masters.clear()  # the optimizer has copied them
     engine = Engine(
         model,
         optimizer,
@@ -351,4 +364,4 @@ def _open_metrics(
 
 def run_folder(config: SFTConfig) -> RunFolder:
     """Where the run of `config` lies."""
-    return RunFolder(Path(config.output_dir).expanduser() / config.run_name)
+    return RunFolder.of_run(config.output_dir, config.run_name, config.checkpoint_url)

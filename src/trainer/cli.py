@@ -10,10 +10,12 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import UTC, datetime
 from pathlib import Path
 
 from contract.attempt import record_exit, register_rank
-from contract.errors import EXIT_OK, EXIT_SIGNAL_BASE, exit_code_of
+from contract.control import PausedMark, mark_paused
+from contract.errors import exit_code_of
 from contract.layout import RunFolder
 from contract.settings.load import load_settings
 from telemetry.format import format_duration
@@ -22,7 +24,7 @@ from trainer.build import Run, build_sft, run_folder
 from trainer.config import SFTConfig
 from trainer.loop import Outcome
 from trainer.parallel.process import open_process
-from trainer.parallel.stop import StopRequest, handle_signals
+from trainer.parallel.stop import Requests, handle_signals
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +43,18 @@ def run(config_path: Path, attempt_dir: Path) -> int:
     configure_logging(config.log.level, rank=rank, log_file=log_file, console=True)
     attempt = int(attempt_dir.name.rpartition("_")[2])
 
-    def on_immediate_end(code: int) -> None:
-        record_exit(attempt_dir, rank, code, "ended at once by a second signal")
+    folder = run_folder(config)
+    requests = Requests(folder, can_save=config.ckpt is not None, max_minutes=config.max_minutes)
+
+    def on_immediate_end(code: int, reason: str) -> None:
+        record_exit(attempt_dir, rank, code, reason)
 
     def record(error: BaseException) -> None:
         record_exit(attempt_dir, rank, exit_code_of(error), f"{error}" or type(error).__name__)
 
-    with handle_signals(on_immediate_end) as stop:
+    with handle_signals(requests, on_immediate_end, grace_seconds=config.grace_seconds):
         try:
-            code = _train(config, run_folder(config), attempt, stop, record)
+            code = _train(config, folder, attempt, requests, record)
         except BaseException as error:  # the exit record and the one message must come of every end
             record(error)
             return report_error(error, debug=config.log.level == "debug")
@@ -61,7 +66,7 @@ def _train(
     config: SFTConfig,
     folder: RunFolder,
     attempt: int,
-    stop: StopRequest,
+    requests: Requests,
     on_error: Callable[[BaseException], None],
 ) -> int:
     deployment = config.deployment
@@ -73,24 +78,32 @@ def _train(
     ) as process:
         with ExitStack() as stack:
             try:
-                run = build_sft(config, process, stop, folder, attempt, stack)
+                run = build_sft(config, process, requests, folder, attempt, stack)
                 outcome = run.loop.fit()
+                if outcome.ending and process.is_main:
+                    _mark_paused(config, folder, run, outcome)
             except BaseException as error:
                 # Before anything is closed: peers that lose their connection to this rank must not seem
                 # the first to fail.
                 on_error(error)
                 raise
-            heading = "Stopped" if outcome.signum else "Done"
-            run.console.finish(_end_summary(run, outcome, folder), heading=heading)
+            heading = "Stopped" if outcome.signum else "Paused" if outcome.ending else "Done"
+            run.console.finish(_end_summary(config, run, outcome, folder), heading=heading)
         # The first rank that exits makes torchrun end the others: leave together, after everything is closed.
         process.barrier()
-    return EXIT_SIGNAL_BASE + outcome.signum if outcome.signum else EXIT_OK
+    return outcome.exit_code
 
 
-def _end_summary(run: Run, outcome: Outcome, folder: RunFolder) -> dict[str, str]:
+def _mark_paused(config: SFTConfig, folder: RunFolder, run: Run, outcome: Outcome) -> None:
+    """Leave the mark of a run that goes on with `resume`, now that its last step is committed."""
+    is_saved = config.ckpt is not None and outcome.steps_done > 0
+    mark_paused(folder, PausedMark(run.state.step, outcome.ending, is_saved, f"{datetime.now(UTC):%FT%TZ}"))
+
+
+def _end_summary(config: SFTConfig, run: Run, outcome: Outcome, folder: RunFolder) -> dict[str, str]:
     state, values = run.state, run.reporter.last_values
     rows = {"steps": f"{state.step:,} of {run.total_steps:,} ({outcome.steps_done:,} in this attempt)"}
-    if not outcome.steps_done and not outcome.signum:
+    if not outcome.steps_done and not outcome.ending:
         rows["steps"] += ": the run was complete already, nothing was trained"
     rows["tokens"] = f"{state.num_tokens:,}"
     for name, title in (("loss", "last loss"), ("validation/loss", "validation loss")):
@@ -103,6 +116,17 @@ def _end_summary(run: Run, outcome: Outcome, folder: RunFolder) -> dict[str, str
         )
     rows["time"] = format_duration(run.seconds())
     rows["folder"] = str(folder.root)
-    if outcome.signum:
-        rows["ended"] = "by a signal; go on with --resume"
+    if outcome.ending:
+        rows["stopped" if outcome.signum else "paused"] = (
+            f"by {outcome.ending}; {_what_is_left(config, outcome)}"
+        )
     return rows
+
+
+def _what_is_left(config: SFTConfig, outcome: Outcome) -> str:
+    """After an end before the run was complete."""
+    if config.ckpt is None:
+        return "nothing was saved (--no-ckpt)"
+    if not outcome.steps_done:
+        return "nothing was trained in this attempt; go on with --resume"
+    return "saved; go on with --resume"

@@ -54,16 +54,25 @@ class AsideBuffer:
 
 @dataclass(slots=True)
 class _Held:
+    """One span of memory.
+
+    Attributes:
+        source: where the writer reads it: itself, or the copy.
+        num_unread: reads that have not ended; more than one where several tensors of the checkpoint are the
+            same memory.
+    """
+
     start: int
     stop: int
     source: torch.Tensor
+    num_unread: int = 1
     state: _State = "waiting"
 
 
 @dataclass(slots=True)
 class HoldStatistics:
-    """What the hold of one save has cost its owners: seconds they waited, and bytes that were copied
-    aside.
+    """What the hold of one save has cost the owners on this rank: seconds they waited, and bytes that were
+    copied aside.
     """
 
     wait_seconds: float = 0.0
@@ -74,30 +83,49 @@ class Hold:
     """The pieces of host memory that one save reads by reference.
 
     Args:
-        pieces: disjoint, contiguous host tensors, in the order in which they will be read.
+        pieces: contiguous host tensors, any two disjoint or the very same memory.
         buffer: for copies; None copies nothing.
-        timeout_seconds: longest wait for the writer.
+        timeout_seconds: longest wait for the writer, in all waits together.
+        on_timeout: what an owner does then: `raise`, or `give_up` the write and go on.
     """
 
     def __init__(
-        self, pieces: Iterable[torch.Tensor], *, buffer: AsideBuffer | None, timeout_seconds: float
+        self,
+        pieces: Iterable[torch.Tensor],
+        *,
+        buffer: AsideBuffer | None,
+        timeout_seconds: float,
+        on_timeout: Literal["raise", "give_up"] = "raise",
     ) -> None:
-        held = sorted(
-            (_Held(*_span(piece), piece) for piece in pieces if piece.numel()), key=lambda h: h.start
-        )
-        assert all(left.stop <= right.start for left, right in zip(held, held[1:], strict=False))
-        self._held = held
-        self._starts = [item.start for item in held]
+        self._held: list[_Held] = []
+        for piece in sorted((piece for piece in pieces if piece.numel()), key=torch.Tensor.data_ptr):
+            start, stop = _span(piece)
+            last = self._held[-1] if self._held else None
+            if last is not None and (last.start, last.stop) == (start, stop):
+                last.num_unread += 1
+            else:
+                assert last is None or last.stop <= start, "pieces overlap"
+                self._held.append(_Held(start, stop, piece))
+        self._starts = [held.start for held in self._held]
         self._buffer = buffer
         self._timeout_seconds = timeout_seconds
+        self._on_timeout = on_timeout
         self._changed = threading.Condition()
         self._is_over = False
+        self._was_given_up = False
         self.statistics = HoldStatistics()
 
     @property
     def is_over(self) -> bool:
-        """Whether the write has ended, so that nothing is held any more."""
+        """Whether nothing is held any more."""
         return self._is_over
+
+    @property
+    def was_given_up(self) -> bool:
+        """Whether owners went on without the writer, which may have read what they changed: its write must
+        fail.
+        """
+        return self._was_given_up
 
     def covers(self, piece: torch.Tensor) -> bool:
         """Whether `piece` is one of the held ones."""
@@ -107,20 +135,22 @@ class Hold:
         return index < len(self._starts) and self._starts[index] == piece.data_ptr()
 
     def begin_read(self, piece: torch.Tensor) -> torch.Tensor:
-        """Called by the writer: the memory to read `piece` from, which does not change until `end_read`."""
+        """Called by the writer: memory with the content of `piece`, unchanged until `end_read`."""
         held = self._find(piece)
         with self._changed:
             self._changed.wait_for(lambda: held.state != "copying")
             if held.state == "waiting":
                 held.state = "reading"
-            return held.source
+            return held.source.view(piece.dtype).view(piece.shape)
 
     def end_read(self, piece: torch.Tensor) -> None:
-        """Called by the writer: `piece` is not needed any more."""
+        """Called by the writer, once for every piece: it is not needed any more."""
         held = self._find(piece)
         with self._changed:
-            held.state = "read"
-            self._changed.notify_all()
+            held.num_unread -= 1
+            if held.num_unread == 0:
+                held.state = "read"
+                self._changed.notify_all()
 
     def finish(self) -> None:
         """Called by the writer when it has ended, however it ended: nothing is held any more."""
@@ -128,47 +158,67 @@ class Hold:
             self._is_over = True
             self._changed.notify_all()
 
+    def give_up(self) -> None:
+        """Called by the side of the owners: hold nothing any more, though the writer may still read."""
+        with self._changed:
+            # A write that has ended was not disturbed.
+            self._was_given_up = self._was_given_up or not self._is_over
+            self._is_over = True
+            self._changed.notify_all()
+
     def wait(self, tensors: Iterable[torch.Tensor]) -> None:
         """Called by an owner: return when it may change all of `tensors` in place.
 
         Raises:
-            CheckpointError: the writer did not let them go in time.
+            CheckpointError: the writer did not let them go in time, and `on_timeout` is "raise".
         """
+        if self._is_over:
+            return
         start = time.perf_counter()
-        for tensor in tensors:
-            if self._is_over:
-                break
-            for held in self._overlapping(tensor):
-                self._release(held)
+        asked = [held for tensor in tensors for held in self._overlapping(tensor)]
+        # All copies before the first wait: while an owner waits for the piece that is being read, the writer
+        # would begin to read the next one, and there would never be one to copy.
+        for held in asked:
+            self._copy_aside(held)
+        for held in asked:
+            self._wait_for(held, start + self._timeout_seconds - self.statistics.wait_seconds)
         with self._changed:
             self.statistics.wait_seconds += time.perf_counter() - start
 
-    def _release(self, held: _Held) -> None:
+    def is_aside(self, piece: torch.Tensor) -> bool:
+        """Whether nobody waits for `piece` any more, as there is a copy of it: others should be read
+        first.
+        """
+        return self._find(piece).state == "copied"
+
+    def _copy_aside(self, held: _Held) -> None:
         with self._changed:
-            if held.state == "waiting" and not self._is_over:
-                copy = self._buffer.take(held.source) if self._buffer is not None else None
-                if copy is not None:
-                    held.state = "copying"
-            else:
-                copy = None
-        if copy is not None:
-            copy.copy_(held.source)
-            with self._changed:
-                held.source, held.state = copy, "copied"
-                self.statistics.copied_bytes += copy.nbytes
-                self._changed.notify_all()
-            return
+            if held.state != "waiting" or self._is_over or self._buffer is None:
+                return
+            copy = self._buffer.take(held.source)
+            if copy is None:
+                return
+            held.state = "copying"
+        copy.copy_(held.source)
         with self._changed:
-            done = self._changed.wait_for(
-                lambda: self._is_over or held.state in ("copied", "read"), self._timeout_seconds
+            held.source, held.state = copy, "copied"
+            self.statistics.copied_bytes += copy.nbytes
+            self._changed.notify_all()
+
+    def _wait_for(self, held: _Held, deadline: float) -> None:
+        with self._changed:
+            is_free = self._changed.wait_for(
+                lambda: self._is_over or held.state in ("copied", "read"), deadline - time.perf_counter()
             )
-        if not done:
-            raise CheckpointError(
-                f"the checkpoint that is being written did not let the optimizer's state go within "
-                f"{self._timeout_seconds:g} s: the storage hangs or is too slow; raise "
-                f"ckpt.write_timeout_seconds, or "
-                f"see to the storage"
-            )
+        if not is_free:
+            self.give_up()
+            if self._on_timeout == "raise":
+                raise CheckpointError(
+                    f"the checkpoint that is being written did not let the optimizer's state go within "
+                    f"{self._timeout_seconds:g} s: the storage hangs or is too slow; see to the storage, or "
+                    f"raise ckpt.write_timeout_seconds (with several ranks, at most half of "
+                    f"deployment.collective_timeout_seconds is waited)"
+                )
 
     def _overlapping(self, tensor: torch.Tensor) -> list[_Held]:
         if not tensor.numel():
@@ -180,7 +230,7 @@ class Hold:
 
     def _find(self, piece: torch.Tensor) -> _Held:
         held = self._held[bisect.bisect_left(self._starts, piece.data_ptr())]
-        assert held.start == piece.data_ptr(), "not a piece of this hold"
+        assert (held.start, held.stop) == _span(piece), "not a piece of this hold"
         return held
 
 

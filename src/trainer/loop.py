@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from contract.batch import StepBatch
-from contract.errors import NonFiniteError
+from contract.errors import EXIT_OK, EXIT_PAUSED, EXIT_SIGNAL_BASE, NonFiniteError
 from telemetry.spans import Spans
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.engine import Engine
 from trainer.hooks.base import Hook
 from trainer.optimizer.schedule import Schedule
 from trainer.parallel.process import Process
-from trainer.parallel.stop import StopRequest
+from trainer.parallel.stop import Decision, Requests
 from trainer.source.base import Source
 from trainer.state import TrainState
 
@@ -39,10 +39,24 @@ class Reporter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended: `signum` is the signal that asked for the end, or 0 if the run is complete."""
+    """How a run ended.
 
-    signum: int
+    Attributes:
+        steps_done: updates of this process.
+        ending: what asked for the end before the run was complete; empty if it is complete.
+        signum: the signal that did; 0 after a pause, and if the run is complete.
+    """
+
     steps_done: int
+    ending: str = ""
+    signum: int = 0
+
+    @property
+    def exit_code(self) -> int:
+        """That of the process."""
+        if self.signum:
+            return EXIT_SIGNAL_BASE + self.signum
+        return EXIT_PAUSED if self.ending else EXIT_OK
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +68,7 @@ class _Counts:
 
 
 class Loop:
-    """Trains until `total_steps`, the end of the data, or a signal."""
+    """Trains until `total_steps`, the end of the data, or a request to end or pause."""
 
     def __init__(
         self,
@@ -65,7 +79,7 @@ class Loop:
         checkpoint: CheckpointManager,
         hooks: Sequence[Hook],
         reporter: Reporter,
-        stop: StopRequest,
+        requests: Requests,
         state: TrainState,
         schedule: Schedule,
         total_steps: int,
@@ -77,7 +91,7 @@ class Loop:
         self._checkpoint = checkpoint
         self._hooks = hooks
         self._reporter = reporter
-        self._stop = stop
+        self._requests = requests
         self._state = state
         self._schedule = schedule
         self._total_steps = total_steps
@@ -87,26 +101,32 @@ class Loop:
     def fit(self) -> Outcome:
         """Run all steps, then what belongs to the end: the final save and the hooks' last words."""
         first_step = self._state.step
-        self._stop.arm()
-        if first_step < self._total_steps:
+        self._requests.arm()
+        decision = self._decide()
+        if not decision.ending and first_step < self._total_steps:
             self._run_hooks("before_training")
-        signum = self._stop.agree(self._process)
-        while not signum and self._state.step < self._total_steps and self._step():
-            signum = self._stop.agree(self._process)
+            decision = self._decide()
+        while not decision.ending and self._state.step < self._total_steps and self._step():
+            decision = self._decide()
         steps_done = self._state.step - first_step
         if steps_done:
-            # A run that was complete already, or was stopped before its first step, has nothing new to save.
-            self._save(last=True)
-        if not signum:
+            # A run that was complete already, or was ended before its first step, has nothing new to save.
+            self._save_last()
+        if not decision.ending:
             self._run_hooks("finish")
-        return Outcome(signum, steps_done)
+        return Outcome(steps_done, decision.ending, decision.signum)
+
+    def _decide(self) -> Decision:
+        """Whether the run goes on, by all ranks together; saves now if that was asked for."""
+        decision = self._requests.decide(self._process, self._state.step)
+        if decision.save:
+            self._report_save(self._checkpoint.save_if_due(self._state.step, now=True))
+        return decision
 
     def _step(self) -> bool:
         """One update; False if there is no more data."""
         self._spans.restart()
-        written = self._checkpoint.poll()
-        if written:
-            self._reporter.report(self._state, written, None)
+        self._report_save(self._checkpoint.poll())
         with self._spans.span("data"):
             batch = self._source.next_step()
         counts = self._agree_on_counts(batch)
@@ -115,7 +135,7 @@ class Loop:
         values = self._update(batch, counts)
         times = self._spans.collect()
         self._reporter.report(self._state, {**values, **times}, batch)
-        self._save(last=False)
+        self._report_save(self._checkpoint.save_if_due(self._state.step))
         self._run_hooks("after_step")
         return True
 
@@ -183,14 +203,18 @@ class Loop:
         message = f"step {step}: loss {loss} with gradient norm {grad_norm} is not finite"
         if self._on_non_finite == "stop":
             raise NonFiniteError(
-                f"{message}; no weight was changed. Lower optimizer.lr, or set optimizer.on_non_finite = "
-                f"'skip'"
+                f"{message}; nothing of this update is saved. Lower optimizer.lr, or set "
+                f"optimizer.on_non_finite = 'skip'"
             )
         logger.warning("%s; update skipped on all ranks", message)
 
-    def _save(self, *, last: bool) -> None:
-        values = self._checkpoint.save_if_due(self._state.step, last=last)
-        if values is not None:
+    def _save_last(self) -> None:
+        # The save in flight may be of an earlier step, whose figures would be lost among those of the last.
+        self._report_save(self._checkpoint.poll(wait=True))
+        self._report_save(self._checkpoint.save_if_due(self._state.step, last=True))
+
+    def _report_save(self, values: Values | None) -> None:
+        if values:
             self._reporter.report(self._state, values, None)
 
     def _run_hooks(self, event: Literal["before_training", "after_step", "finish"]) -> None:

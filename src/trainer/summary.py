@@ -72,6 +72,9 @@ def _model_rows(config: SFTConfig, shape: ModelShape, files: ModelSource) -> dic
         rows["weights"] = "random"
     if config.model.activation_checkpointing != "none":
         rows["activation checkpointing"] = config.model.activation_checkpointing
+    if config.model.fusions:
+        by = "input features" if config.model.shard_fused_on_dim1 else "rows"
+        rows["fused projections"] = f"{', '.join(config.model.fusions)} (sharded by {by})"
     if config.model.compile:
         rows["compile"] = "each block"
     return rows
@@ -119,6 +122,8 @@ def _checkpoint_rows(config: SFTConfig) -> dict[str, str]:
             keep = f"keeps the last {config.ckpt.keep_last}"
             keep += f" and every {config.ckpt.keep_interval}th" if config.ckpt.keep_interval else ""
         rows = {"save": f"{every}at the end, {keep}"}
+        if config.ckpt.url is not None:
+            rows["store"] = config.ckpt.url
     if config.export is not None:
         every = f"every {config.export.interval} steps and " if config.export.interval else ""
         rows["export"] = f"{every}at the end"

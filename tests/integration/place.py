@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from contract.commit import scan, verify
 from contract.layout import RunFolder
+from contract.store import Folder
 from telemetry.metrics import read_metrics
 from tests.support.runs import Command, Finished, Nursery, Rank
 from tests.support.tiny_model import write_tiny_model
@@ -87,6 +88,8 @@ class Place:
         self.shared = shared
         self.nursery = nursery
         self.output_dir = root / "out"
+        self.environment: dict[str, str] = {}
+        """Variables that the runs of this place get beside the usual ones."""
         self.defaults: dict[str, Any] = {
             "model.name": shared / "model",
             "data.path": shared / "train.jsonl",
@@ -114,7 +117,8 @@ class Place:
 
     def start(self, name: str = "sft", *flags: str, world_size: int = 1, **options: Any) -> list[Rank]:
         """Begin a run in forked processes."""
-        return self.nursery.start(self.arguments(name, *flags, **options), world_size=world_size)
+        arguments = self.arguments(name, *flags, **options)
+        return self.nursery.start(arguments, world_size=world_size, environment=self.environment)
 
     def run(
         self,
@@ -126,7 +130,12 @@ class Place:
     ) -> Finished:
         """A run in forked processes, from start to end."""
         arguments = self.arguments(name, *flags, **options)
-        return self.nursery.run(arguments, world_size=world_size, file_size_limit=file_size_limit)
+        return self.nursery.run(
+            arguments,
+            world_size=world_size,
+            file_size_limit=file_size_limit,
+            environment=self.environment,
+        )
 
     def train(self, name: str = "sft", *flags: str, world_size: int = 1, **options: Any) -> Finished:
         """`run`, which must succeed."""
@@ -138,7 +147,7 @@ class Place:
         """Begin the true command `sft`."""
         program = Path(sys.executable).with_name("sft")
         words = [program, *self.arguments(name, *flags, **options)]
-        return Command(words, self.nursery.environment, self.root)
+        return Command(words, {**self.nursery.environment, **self.environment}, self.root)
 
     def metrics(self, name: str = "sft") -> dict[int, dict[str, Any]]:
         """Metrics by step, each step as its last attempt saw it."""
@@ -172,7 +181,7 @@ def _words(key: str, value: Any) -> list[str]:
 
 
 @functools.cache
-def tensors_of(path: Path) -> Mapping[str, torch.Tensor]:
+def tensors_of(path: Folder) -> Mapping[str, torch.Tensor]:
     """Every tensor of a step folder (weights, optimizer, random generators), whole, by `<part>.<name>`."""
     from trainer.checkpoint.reader import read_tensors
 
@@ -183,7 +192,7 @@ def tensors_of(path: Path) -> Mapping[str, torch.Tensor]:
     }
 
 
-def assert_same_tensors(first: Path, second: Path) -> None:
+def assert_same_tensors(first: Folder, second: Folder) -> None:
     """Two step folders hold the same tensors, bit for bit."""
     import torch
 

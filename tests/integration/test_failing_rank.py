@@ -13,7 +13,7 @@ def test_a_rank_that_raises_ends_the_run_with_its_exit_code_and_its_traceback_fi
     assert place.run("sft", "--dry-run", max_steps=50).code == 0
     config, attempt = place.folder().config / "sft.toml", place.folder().logs / "attempt_1"
     attempt.mkdir(parents=True)
-    words = [sys.executable, "-m", "tests.integration.entries", "launch", config, attempt]
+    words = [sys.executable, "-m", "tests.integration.entries", "launch", "failing", config, attempt]
     started = time.monotonic()
     finished = Command(words, place.nursery.environment, place.root).wait(120)
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import sys
 import time
 from typing import Any
 
 import pytest
 
 from tests.integration.place import Place, assert_same_tensors, conversation, trained, write_jsonl
-from tests.support.runs import wait_until
+from tests.support.runs import Command, wait_until
 
 ENDLESS: dict[str, Any] = {"max_steps": 1_000_000}
 
@@ -28,7 +30,7 @@ def test_a_signal_in_a_step_saves_that_step_and_resume_goes_on_with_the_next(
     finished = rank.wait(30)
 
     assert finished.code == code, finished.output
-    assert "go on with --resume" in finished.output
+    assert "saved; go on with --resume" in finished.output
     (step,) = place.committed()
     assert list(trained(place.metrics())) == list(range(1, step + 1))
 
@@ -49,6 +51,33 @@ def test_sigterm_to_the_launcher_of_two_processes_saves_once_and_ends_all_of_the
     (step,) = place.committed()
     place.train("sft", "--resume", max_steps=step + 1, world_size=2)
     assert list(trained(place.metrics())) == list(range(1, step + 2))
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "full"])
+def test_sigterm_while_a_save_is_in_flight_finishes_it_and_saves_the_step(place: Place, offload: str) -> None:
+    settings: dict[str, Any] = {"model__offload": offload, "ckpt__async_save": True}
+    place.train("sft", "--dry-run", ckpt__interval=3, **settings, **ENDLESS)
+    config, attempt = place.folder().config / "sft.toml", place.folder().logs / "attempt_1"
+    attempt.mkdir(parents=True)
+    words = [sys.executable, "-m", "tests.integration.entries", "launch", "slow", config, attempt]
+    command = Command(words, place.nursery.environment, place.root)
+    partial = place.folder().checkpoints / "step_3.partial"
+    wait_until(partial.exists, "the save of step 3")
+    wait_until(lambda: _has_step(place, 4), "the step after it")
+    assert partial.exists(), "the save ended too early to be in flight"
+    command.process.send_signal(signal.SIGTERM)
+    finished = command.wait(60)  # which sees that no process is left
+
+    assert finished.code == 143, finished.output
+    assert "Traceback" not in finished.output
+    first, last = place.committed()
+    assert (first, last) == (3, max(trained(place.metrics())))
+    records = map(json.loads, place.folder().metrics.read_text().splitlines())
+    assert [item["checkpoint/step"] for item in records if "checkpoint/step" in item] == [first, last]
+    place.train("sft", "--resume", max_steps=last + 1, world_size=2, **settings)
+    assert list(trained(place.metrics())) == list(range(1, last + 2))
+    place.train("whole", max_steps=last + 1, world_size=2, model__offload=offload)
+    assert_same_tensors(place.checkpoint("sft", last + 1), place.checkpoint("whole", last + 1))
 
 
 def test_a_signal_during_validation_does_not_wait_for_its_end(place: Place) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from contract.batch import MicroBatch, Sample, StepBatch, build_micro_batch
 from contract.layout import RunFolder
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.config.model import ModelConfig
+from trainer.config.model import ModelConfig, Offload
 from trainer.config.optimizer import AdamWConfig, OptimizerConfig
 from trainer.engine import Engine
 from trainer.hooks.base import Hook
@@ -35,7 +35,7 @@ from trainer.parallel.device import Device
 from trainer.parallel.mesh import build_mesh
 from trainer.parallel.process import Process, open_process
 from trainer.parallel.shard import shard_model
-from trainer.parallel.stop import StopRequest
+from trainer.parallel.stop import Requests
 from trainer.state import TrainState
 
 Array = npt.NDArray[Any]
@@ -43,11 +43,12 @@ Array = npt.NDArray[Any]
 
 def rank_process() -> Process:
     """The process of a rank that `run_ranks` started."""
-    control, background = (dist.new_group(backend="gloo", timeout=timedelta(seconds=60)) for _ in range(2))
+    timeout = timedelta(seconds=60)
+    control, background = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
     assert isinstance(control, dist.ProcessGroup) and isinstance(background, dist.ProcessGroup)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = Device(torch.device("cpu"))
-    return Process(rank, rank, world_size, world_size, device, timedelta(seconds=60), control, background)
+    return Process(rank, rank, world_size, world_size, device, timeout, control, background, timeout)
 
 
 @contextmanager
@@ -81,9 +82,8 @@ def build_sharded(
         reduce_dtype=torch.float32,
         reshard_after_forward=config.reshard_after_forward,
     )
-    is_low = compute_dtype is not torch.float32
     device = torch.device("cpu")
-    return build_model(config, resolve_model(config), device, shard, seed=seed, is_low_precision=is_low)
+    return build_model(config, resolve_model(config), device, shard, seed=seed, compute_dtype=compute_dtype)
 
 
 def build_engine(
@@ -93,12 +93,23 @@ def build_engine(
     optimizer: OptimizerConfig | None = None,
     objective: Objective | None = None,
     is_varlen: bool = True,
+    offload: Offload = "none",
+    chunk_mib: float = 256.0,
 ) -> Engine:
     """An engine over `model`, AdamW with lr 3e-3 by default; clips as the optimizer's section says."""
     section = optimizer or AdamWConfig(lr=3e-3)
+    built = build_optimizer(
+        section,
+        model.run_parameters(),
+        block_parameters=model.block_parameters(),
+        offload=offload,
+        chunk_bytes=int(chunk_mib * 2**20),
+        process=process,
+    )
+    model.masters.clear()
     return Engine(
         model,
-        build_optimizer(section, model.run_parameters(), block_parameters=model.block_parameters()),
+        built,
         objective or CrossEntropy(model.vocab_size),
         process.device,
         is_varlen=is_varlen,
@@ -204,7 +215,7 @@ def train(
         checkpoint=CheckpointManager(None, RunFolder(Path("unused")), process, {}, {}),
         hooks=hooks,
         reporter=recorder,
-        stop=StopRequest(),
+        requests=Requests(),
         state=state,
         schedule=lambda n: 1.0 / n,
         total_steps=len(batches),

@@ -31,10 +31,17 @@ def write_tiny_tokenizer(folder: Path) -> int:
 
 
 def write_tiny_model(
-    folder: Path, *, family: str = "llama", tie: bool = True, layers: int = 2, hidden: int = 32, seed: int = 0
+    folder: Path,
+    *,
+    family: str = "llama",
+    tie: bool = True,
+    layers: int = 2,
+    hidden: int = 32,
+    kv_heads: int = 2,
+    seed: int = 0,
 ) -> Path:
     """Write a random model of `family` (`llama`, `qwen2`, `qwen3`, `gemma2`, `gemma3_text`, `granite`,
-    `cohere`, ...).
+    `cohere`, ...) with 4 heads.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -48,7 +55,7 @@ def write_tiny_model(
         intermediate_size=2 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=kv_heads,
         head_dim=hidden // 4,
         max_position_embeddings=512,
         tie_word_embeddings=tie,

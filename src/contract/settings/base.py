@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Settings(BaseModel):
@@ -29,3 +29,11 @@ class Settings(BaseModel):
 
 PathSetting = Annotated[Path, Field(strict=False), AfterValidator(Path.expanduser)]
 """A path given as a string in TOML or on the command line; a leading `~` is the home folder."""
+
+
+def _as_text(value: object) -> object:
+    return str(value) if isinstance(value, Path) else value
+
+
+FolderSetting = Annotated[str, BeforeValidator(_as_text)]
+"""A folder: a path, or the URL of one in an object store."""

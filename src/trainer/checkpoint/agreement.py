@@ -24,7 +24,8 @@ def on_all_ranks(group: dist.ProcessGroup, what: str, action: Callable[[], T]) -
         The results in order of rank.
 
     Raises:
-        CheckpointError: `action` raised on some rank; raised on every rank, and says on which and why.
+        CheckpointError: `action` raised on some rank; raised on every rank, and says on which and why. Or a
+            rank is lost; raised on those that are left.
     """
     failure: BaseException | None = None
     result: T | None = None
@@ -37,7 +38,13 @@ def on_all_ranks(group: dist.ProcessGroup, what: str, action: Callable[[], T]) -
     except Exception as error:
         failure, reasons = error, {dist.get_rank(group): explain(error)}
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (reasons, result), group=group)
+    try:
+        dist.all_gather_object(everyone, (reasons, result), group=group)
+    except RuntimeError as error:
+        told = "".join(f"{reason}; " for reason in reasons.values())
+        raise CheckpointError(f"{what}: {told}another rank ended or does not answer ({error})") from (
+            failure or error
+        )
     for of_rank, _ in everyone:
         reasons = of_rank | reasons
     if reasons:

@@ -19,7 +19,7 @@ class Part(Protocol):
 
     def tensors(self) -> dict[str, LogicalTensor]:
         """This rank's share of the tensors to save, as views: building the list copies and communicates
-        nothing.
+        nothing. What several ranks hold (replicas) is equal on all of them: one of them writes it.
         """
         ...
 
@@ -51,8 +51,7 @@ class Snapshot:
         values: JSON values of each part.
         config: the resolved configuration, JSON values.
         hold: over the pieces whose owner may change them as soon as they are written; None where the
-            training step
-            waits for the whole write.
+            training step waits for the whole write.
     """
 
     step: int

@@ -1,20 +1,21 @@
 """The one object of the trainer that saves and loads the state of training.
 
-Owns when a save happens, the save in flight, and which steps this run knows. A step is known after its
-commit, never before; pruning acts on known steps only, after a newer one is committed. All public methods are
-collective: every rank calls them in the same order, and an error is raised on every rank.
+Owns when a save happens and the save in flight; which steps there are is the business of its `History`. All
+public methods but `close` are collective: every rank calls them in the same order, and an error is raised on
+every rank.
 
-When a run goes on from step N, steps after N belong to a history that is left. They stay until the new
-history is saved for the first time, and are moved to `superseded/` just before that, so that they can never
-be taken for its latest.
+A write in the background uses the background group alone, and the training thread the control group alone:
+they never meet in a collective. A collective that has timed out leaves its group unusable for good, so the
+save after a failed one begins with a new background group.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
+from types import TracebackType
 from typing import Any, Protocol
 
 from contract.errors import CheckpointError
@@ -22,13 +23,19 @@ from contract.layout import RunFolder
 from trainer.checkpoint import rng
 from trainer.checkpoint.agreement import on_all_ranks
 from trainer.checkpoint.base import Part, Snapshot, part_tensors
+from trainer.checkpoint.history import History
 from trainer.checkpoint.inflight import InFlight
 from trainer.checkpoint.reader import load_step
 from trainer.checkpoint.resume import SKIP_FLAGS, ResumePlan, state_config
-from trainer.checkpoint.retention import steps_to_delete
 from trainer.checkpoint.snapshot import SnapshotBuffers, refer
-from trainer.checkpoint.storage import COMPONENT, LocalStorage, Storage
-from trainer.checkpoint.writer import SaveReport, bytes_needed, check_room, format_bytes, write_snapshot
+from trainer.checkpoint.storage import COMPONENT, Storage, open_storage
+from trainer.checkpoint.writer import (
+    WEIGHTS_PREFIX,
+    SaveReport,
+    bytes_needed,
+    format_bytes,
+    write_snapshot,
+)
 from trainer.config.checkpoint import CheckpointConfig
 from trainer.hold import Hold
 from trainer.parallel.process import Process
@@ -57,17 +64,22 @@ class CheckpointManager:
         *,
         state_owners: Sequence[StateOwner] = (),
         is_state_on_host: bool = False,
+        model_buffers: Collection[str] = (),
         components: tuple[str, ...] = (COMPONENT,),
+        storage: Storage | None = None,
     ) -> None:
         """Look at the folder, and clear away what dead attempts left half-written.
 
         Args:
             config: None saves nothing (`load` works all the same) and leaves the folder alone.
-            parts: by name; the one called `model` must be finite in every save.
+            parts: by name; the tensors of the one called `model` must be finite in every save.
             resolved_config: JSON values; stored in every step.
             state_owners: told of every save that reads their host memory by reference.
             is_state_on_host: whether the optimizer's state lives there; `ckpt.async_save` applies only then.
+            model_buffers: names of tensors of part `model` that may hold infinity all the same: they are no
+                parameters.
             components: processes whose state must be in a step for it to be committed.
+            storage: where steps lie; None is what `folder` says.
 
         Raises:
             CheckpointError: the folder cannot be written, or has no room for one checkpoint.
@@ -78,43 +90,46 @@ class CheckpointManager:
         self._resolved_config = state_config(resolved_config)
         self._components = components
         self._folder = folder
-        self._storage: Storage = LocalStorage(folder.checkpoints)
+        self._may_be_infinite = frozenset(f"{WEIGHTS_PREFIX}{name}" for name in model_buffers)
+        self._storage = storage or open_storage(folder.steps, process.world_size)
         self._state_owners = state_owners
         self._is_async = config is not None and config.async_save and is_state_on_host
         aside_bytes = 0 if config is None else int(config.async_buffer_gib * 2**30)
         self._buffers = SnapshotBuffers(process.device, aside_bytes)
         self._hold: Hold | None = None
-        self._in_flight = InFlight()
+        self._in_flight = InFlight(process)
         self._num_failed = 0
-        known = [] if config is None else self._open_folder(config)
-        # Until something is loaded, this run starts at step 0 and every step found is of another history.
-        self._committed: set[int] = set()
-        self._superseded: set[int] = set(known)
+        if config is not None and config.async_save and not is_state_on_host and process.is_main:
+            logger.info(
+                "ckpt.async_save has no effect with model.offload = 'none': saves are synchronous; set "
+                "model.offload = 'optimizer' or 'full' to save behind the training step"
+            )
+        if config is None:
+            self._history = History(self._storage, process, None)
+        else:
+            needed = bytes_needed(part_tensors(parts))
+            self._history = History.open(self._storage, process, config, needed)
 
-    def poll(self) -> dict[str, float]:
+    def poll(self, *, wait: bool = False) -> dict[str, float]:
         """At the start of a step: see whether the save in flight has ended, on all ranks together.
+
+        Args:
+            wait: for its end; at the end of a run, so that its metrics are not lost among the last save's.
 
         Returns:
             Metrics of a save that ended in the background since the last call; empty if there is none.
 
         Raises:
-            CheckpointError: it has failed, and `ckpt.on_failure` is "stop".
+            CheckpointError: it has failed on some rank, and `ckpt.on_failure` is "stop".
         """
-        if not self._in_flight.is_open:
-            return {}
-        num_done, num_failed = self._process.all_sum(
-            [float(self._in_flight.is_done), float(self._in_flight.has_failed)]
-        )
-        # A failure on one rank is a failure on all of them, a moment later: nobody may go on without the
-        # others.
-        if num_failed or num_done == self._process.world_size:
-            return self._settle()
-        return {}
+        wait_seconds = self._config.write_timeout_seconds if wait and self._config is not None else 0.0
+        return self._settle(wait_seconds)
 
-    def save_if_due(self, step: int, *, last: bool) -> dict[str, float] | None:
-        """Save at every `ckpt.interval`, and at the `last` step; a committed step is not saved again.
+    def save_if_due(self, step: int, *, last: bool = False, now: bool = False) -> dict[str, float] | None:
+        """Save at every `ckpt.interval`, at the `last` step, and when it is asked for (`now`); a committed
+        step is not saved again.
 
-        The last save is awaited, and its failure is raised whatever `ckpt.on_failure` says.
+        A last save is awaited, and its failure is raised whatever `ckpt.on_failure` says.
 
         Returns:
             Metrics, among them `time/save_ckpt`: the seconds for which the step was blocked; None if there
@@ -123,81 +138,123 @@ class CheckpointManager:
         Raises:
             CheckpointError: this save or the one before it failed.
         """
-        if self._config is None:
+        config = self._config
+        if config is None:
             return None
-        due = last or (self._config.interval is not None and step % self._config.interval == 0)
-        if not due:
+        if not (last or now or (config.interval is not None and step % config.interval == 0)):
             return None
         start = time.perf_counter()
-        values = self._settle()
-        if step not in self._committed:
-            self.save(step)
-            if last or not self._is_async:
-                values |= self._settle(must_succeed=last)
+        values = self._settle(config.write_timeout_seconds)
+        if not self._history.holds(step):
+            try:
+                self.save(step)
+            except CheckpointError as error:
+                values |= self._fail(error, must_succeed=last)
+            else:
+                if last or not self._is_async:
+                    values |= self._settle(config.write_timeout_seconds, must_succeed=last)
         elif not values:
             return None
         return {**values, "time/save_ckpt": time.perf_counter() - start}
 
     def save(self, step: int) -> Future[SaveReport]:
-        """Begin to save `step`, whether due or not; in asynchronous mode the write goes on behind the
-        training step.
+        """Begin to save `step`, whether due or not, after the save before it has ended; in asynchronous mode
+        the write goes on behind the training step. The run must have `ckpt`.
 
-        The save before must have been awaited. The run must have `ckpt`.
+        Returns:
+            This rank's end of the write. `poll` and the others take it for all ranks.
 
         Raises:
-            CheckpointError: steps of a history that was left cannot be moved away.
+            CheckpointError: a write that was given up has still not ended; or there is no memory for the
+                snapshot on some rank.
         """
         config = self._config
         assert config is not None, "this run saves no checkpoints"
-        self._leave_old_history()
-        generators = {f"{rng.PREFIX}{self._process.rank}": rng.capture(self._process.device)}
-        if self._is_async:
-            snapshot = self._buffers.take(
-                step,
-                self._parts,
-                generators,
-                self._resolved_config,
-                timeout_seconds=config.write_timeout_seconds,
+        self._settle(config.write_timeout_seconds)
+        if self._in_flight.is_open:
+            # Its thread may read the buffers that this save would fill.
+            raise CheckpointError(
+                f"checkpoint of step {step} was not saved: an earlier write, which was given up, still hangs "
+                f"in {self._storage.describe()}"
             )
-        else:
-            snapshot = refer(step, self._parts, generators, self._resolved_config)
+        what = f"checkpoint of step {step} was not saved, earlier ones are unchanged"
+        self._in_flight.renew_group(what)
+        taken: list[Snapshot] = []
+        # The ranks must agree before any of them enters the write: memory may be short on one of them alone.
+        on_all_ranks(self._process.control_group, what, lambda: taken.append(self._take(step, config)))
+        (snapshot,) = taken
         self._hold = snapshot.hold
-        future = self._in_flight.start(lambda: self._write(snapshot, config), in_background=self._is_async)
         if snapshot.hold is not None:
             for owner in self._state_owners:
                 owner.hold_state_updates(snapshot.hold)
-        return future
+        self._history.begin(step)
+        return self._in_flight.start(
+            step, lambda: self._write(snapshot, config), snapshot.hold, in_background=self._is_async
+        )
 
-    def wait(self, timeout_seconds: float | None = None) -> None:
-        """Wait for the save in flight, and log it.
+    def wait(self) -> dict[str, float]:
+        """Wait for the save in flight; returns its metrics, empty if there is none.
 
         Raises:
-            CheckpointError: it failed.
-            TimeoutError: it did not end in time.
+            CheckpointError: it failed, or did not end within `ckpt.write_timeout_seconds`.
         """
-        self._settle(must_succeed=True, timeout_seconds=timeout_seconds)
+        if self._config is None:
+            return {}
+        return self._settle(self._config.write_timeout_seconds, must_succeed=True)
 
     def close(self) -> None:
-        """Finish the save in flight, or give it up after `ckpt.write_timeout_seconds`; a step that was not
-        committed then never will be.
+        """Finish the save in flight, or give it up after `ckpt.write_timeout_seconds`: from then on its step
+        is committed only if this process lives on, and the write had read all that it needed before. Not
+        collective: the other ranks may be anywhere, or gone.
 
         Raises:
             CheckpointError: it failed, or did not end.
         """
         if self._config is None:
             return
+        outcome = self._in_flight.settle_alone(self._config.write_timeout_seconds)
+        if isinstance(outcome, CheckpointError):
+            raise outcome
+        if outcome is not None:
+            self._note(outcome)
+
+    def __enter__(self) -> CheckpointManager:
+        """`close` at the end."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """`close`; what fails there is only logged if something else has failed before."""
         try:
-            self.wait(self._config.write_timeout_seconds)
-        except TimeoutError:
-            raise CheckpointError(
-                f"the checkpoint in flight did not end within {self._config.write_timeout_seconds:g} s and "
-                f"was given up; "
-                f"earlier ones are unchanged"
-            ) from None
+            self.close()
+        except CheckpointError as failure:
+            if error is None:
+                raise
+            logger.error("%s", failure)
+
+    def _take(self, step: int, config: CheckpointConfig) -> Snapshot:
+        generators = {f"{rng.PREFIX}{self._process.rank}": rng.capture(self._process.device)}
+        if not self._is_async:
+            return refer(step, self._parts, generators, self._resolved_config)
+        seconds = config.write_timeout_seconds
+        if self._process.world_size > 1:
+            # While this rank's optimizer waits for the write, the others may wait for this rank in a
+            # collective: they must not be the first to lose patience.
+            seconds = min(seconds, self._process.timeout.total_seconds() / 2)
+        return self._buffers.take(
+            step,
+            self._parts,
+            generators,
+            self._resolved_config,
+            timeout_seconds=seconds,
+            on_timeout="raise" if config.on_failure == "stop" else "give_up",
+        )
 
     def _write(self, snapshot: Snapshot, config: CheckpointConfig) -> SaveReport:
         """The write, on whichever thread it runs."""
         try:
+            self._history.leave_old()
             report = write_snapshot(
                 self._storage,
                 snapshot,
@@ -205,34 +262,34 @@ class CheckpointManager:
                 threads=config.writer_threads,
                 checksums=config.checksums,
                 components=self._components,
+                own_steps=self._history.own,
+                may_be_infinite=self._may_be_infinite,
             )
         finally:
             if snapshot.hold is not None:
                 snapshot.hold.finish()
         if self._process.is_main:
-            self._remove(self._outdated(snapshot.step, config))
+            self._history.prune(report)
         return report
 
-    def _settle(
-        self, *, must_succeed: bool = False, timeout_seconds: float | None = None
-    ) -> dict[str, float]:
-        """Take the save in flight, if there is one: wait for it, log it, know its step; returns its
-        metrics.
-        """
-        assert self._config is not None or not self._in_flight.is_open
-        try:
-            report = self._in_flight.take(timeout_seconds)
-        except CheckpointError as error:
-            self._num_failed += 1
-            if must_succeed or self._config is None or self._config.on_failure == "stop":
-                raise
-            if self._process.is_main:
-                logger.warning("%s; the run goes on, as ckpt.on_failure = 'warn'", error)
-            return {"checkpoint/failed_saves": float(self._num_failed)}
-        if report is None:
-            return {}
-        assert self._config is not None
-        self._committed = (self._committed | {report.step}) - set(self._outdated(report.step, self._config))
+    def _settle(self, wait_seconds: float = 0.0, *, must_succeed: bool = False) -> dict[str, float]:
+        """Take the save in flight if it ends on all ranks within `wait_seconds`; returns its metrics."""
+        outcome = self._in_flight.settle(wait_seconds)
+        if isinstance(outcome, CheckpointError):
+            return self._fail(outcome, must_succeed=must_succeed)
+        return {} if outcome is None else self._note(outcome)
+
+    def _fail(self, error: CheckpointError, *, must_succeed: bool) -> dict[str, float]:
+        self._num_failed += 1
+        if must_succeed or self._config is None or self._config.on_failure == "stop":
+            raise error
+        if self._process.is_main:
+            logger.warning("%s; the run goes on, as ckpt.on_failure = 'warn'", error)
+        return {"checkpoint/failed_saves": float(self._num_failed)}
+
+    def _note(self, report: SaveReport) -> dict[str, float]:
+        """Know the step of `report`, and log it; returns its metrics."""
+        self._history.take(report)
         rate = report.num_bytes / max(report.write_seconds, 1e-9) / 1e6
         if self._process.is_main:
             logger.info(
@@ -272,70 +329,7 @@ class CheckpointManager:
             del parts[name]
         with_progress = "progress" not in plan.skipped
         load_step(plan.path, plan.record, parts, self._process, with_rng=with_progress)
-        start_step = plan.step if with_progress else 0
-        known = self._committed | self._superseded
         # Steps of this folder are ancestors only if the run goes on from one of them.
-        is_own = plan.path.parent.resolve() == self._folder.checkpoints.resolve()
-        self._committed = {step for step in known if is_own and step <= start_step}
-        self._superseded = known - self._committed
-
-    def _outdated(self, step: int, config: CheckpointConfig) -> list[int]:
-        """Steps that the commit of `step` makes superfluous."""
-        known = self._committed | {step}
-        return steps_to_delete(known, config.keep_last, config.keep_interval, protect=(step,))
-
-    def _leave_old_history(self) -> None:
-        """Before the first save of a new history: a kill in between must not make the old one latest again.
-
-        Raises:
-            CheckpointError: a step cannot be moved; it would be taken for the latest later.
-        """
-        if not self._superseded:
-            return
-
-        def move() -> None:
-            if self._process.is_main:
-                for step in sorted(self._superseded):
-                    place = self._storage.set_aside(step)
-                    logger.warning(
-                        "step %d is of the history before this resume, and was moved to %s", step, place
-                    )
-
-        what = "checkpoints of the history that this run left cannot be moved out of the way"
-        on_all_ranks(self._process.control_group, what, move)
-        self._superseded = set()
-
-    def _remove(self, outdated: list[int]) -> None:
-        """Only after a commit. A step that cannot be deleted costs room, no more than that."""
-        for step in outdated:
-            try:
-                self._storage.remove(step)
-            except OSError as error:
-                logger.warning("step %d is not kept any more, but cannot be deleted: %s", step, error)
-
-    def _open_folder(self, config: CheckpointConfig) -> list[int]:
-        needed = bytes_needed(part_tensors(self._parts))
-
-        def open_folder() -> list[int]:
-            self._storage.prepare()
-            check_room(self._storage, needed)
-            return [entry.step for entry in self._storage.scan() if entry.state == "committed"]
-
-        known = on_all_ranks(
-            self._process.control_group,
-            f"checkpoints cannot be saved in {self._storage.describe()}",
-            lambda: open_folder() if self._process.is_main else [],
-        )[0]
-        free = self._storage.free_bytes()
-        # One more than is kept, because an old step is deleted only after the new one is committed.
-        copies = max(0, (config.keep_last or 0) + 1 - len(known))
-        if self._process.is_main and free is not None and free < copies * needed:
-            logger.warning(
-                "%s has %s free; ckpt.keep_last = %s needs room for %d more checkpoints of %s",
-                self._storage.describe(),
-                format_bytes(free),
-                config.keep_last,
-                copies,
-                format_bytes(needed),
-            )
-        return known
+        is_own = plan.path.parent.resolve() == self._folder.steps.resolve()
+        start_step = plan.step if with_progress else 0
+        self._history.go_on_from(start_step if is_own else None)

@@ -12,15 +12,16 @@ import logging
 import pickle
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from contract.commit import CommitRecord, verify_files
+from contract.commit import verify_files
 from contract.errors import CheckpointError
+from contract.record import CommitRecord
+from contract.store import Folder
 from trainer.checkpoint import rng
 from trainer.checkpoint.agreement import FAILURES, explain, on_all_ranks
 from trainer.checkpoint.base import Part
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 _SHOWN_PROBLEMS = 5
 
 
-def read_values(path: Path) -> dict[str, dict[str, Any]]:
+def read_values(path: Folder) -> dict[str, dict[str, Any]]:
     """The JSON values of every part in the step folder `path`.
 
     Raises:
@@ -47,7 +48,7 @@ def read_values(path: Path) -> dict[str, dict[str, Any]]:
     return parts
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Folder) -> dict[str, Any]:
     """The resolved configuration of the run that wrote the step folder `path`.
 
     Raises:
@@ -56,7 +57,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return _read_json(path, CONFIG_FILE)
 
 
-def read_tensors(path: Path, part: str) -> dict[str, torch.Tensor]:
+def read_tensors(path: Folder, part: str) -> dict[str, torch.Tensor]:
     """All tensors of one part as whole CPU tensors, in this process alone (no process group).
 
     Raises:
@@ -78,7 +79,7 @@ def read_tensors(path: Path, part: str) -> dict[str, torch.Tensor]:
 
 
 def load_step(
-    path: Path, record: CommitRecord, parts: Mapping[str, Part], process: Process, *, with_rng: bool
+    path: Folder, record: CommitRecord, parts: Mapping[str, Part], process: Process, *, with_rng: bool
 ) -> None:
     """Fill `parts` from the step folder `path`; collective. Every file is read and compared with its checksum
     first.
@@ -114,7 +115,7 @@ def load_step(
 
 
 def _allocate(
-    path: Path, record: CommitRecord, parts: Mapping[str, Part], process: Process, with_rng: bool
+    path: Folder, record: CommitRecord, parts: Mapping[str, Part], process: Process, with_rng: bool
 ) -> dict[str, LogicalTensor]:
     stored = _stored_tensors(path)
     targets: dict[str, LogicalTensor] = {}
@@ -141,7 +142,7 @@ def _allocate(
     return targets
 
 
-def _take_over(path: Path, parts: Mapping[str, Part]) -> None:
+def _take_over(path: Folder, parts: Mapping[str, Part]) -> None:
     values = read_values(path)
     for name, part in parts.items():
         part.loaded(values[name])
@@ -166,7 +167,7 @@ def _set_rng(targets: Mapping[str, LogicalTensor], record: CommitRecord, process
         )
 
 
-def _stored_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
+def _stored_tensors(path: Folder) -> dict[str, TensorStorageMetadata]:
     try:
         metadata = open_reader(path).read_metadata()
     except (OSError, EOFError, AttributeError, ImportError, pickle.UnpicklingError) as error:
@@ -178,7 +179,7 @@ def _stored_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
     }
 
 
-def _read_json(path: Path, name: str) -> dict[str, Any]:
+def _read_json(path: Folder, name: str) -> dict[str, Any]:
     try:
         content = json.loads(read_file(path, name))
     except (OSError, ValueError) as error:

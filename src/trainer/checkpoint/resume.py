@@ -6,12 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from contract.commit import CommitRecord, ResolvedStep, inspect_step, resolve_step, scan
+from contract.commit import ResolvedStep, inspect_step, resolve_step, scan
 from contract.errors import CheckpointError
 from contract.layout import RunFolder
+from contract.record import CommitRecord
+from contract.store import Folder, parse_folder
 from trainer.checkpoint.agreement import on_all_ranks
 from trainer.checkpoint.reader import read_config, read_values
 from trainer.config.checkpoint import ResumeConfig
@@ -43,7 +44,7 @@ class ResumePlan:
     """
 
     step: int
-    path: Path
+    path: Folder
     record: CommitRecord
     saved_parts: tuple[str, ...]
     skipped: tuple[str, ...]
@@ -94,14 +95,14 @@ def state_config(resolved_config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plan(resume: ResumeConfig, folder: RunFolder, resolved_config: Mapping[str, Any]) -> ResumePlan | None:
     if resume.dir is not None:
-        chosen = _resolve_folder(resume.dir.expanduser())
+        chosen = _resolve_folder(parse_folder(resume.dir))
     else:
-        found = resolve_step(folder.checkpoints, resume.step, components=("trainer",))
+        found = resolve_step(folder.steps, resume.step, components=("trainer",))
         if found is None and _died_before_first_save(folder):
             return None
         if found is None:
             raise CheckpointError(
-                f"resume is set, but {folder.checkpoints} holds no checkpoint; remove `--resume` to start a "
+                f"resume is set, but {folder.steps} holds no checkpoint; remove `--resume` to start a "
                 "new run, or name a checkpoint of another run with resume.dir"
             )
         chosen = found
@@ -121,12 +122,12 @@ def _plan(resume: ResumeConfig, folder: RunFolder, resolved_config: Mapping[str,
 def _died_before_first_save(folder: RunFolder) -> bool:
     """Whether an earlier attempt began this run and never saved; an emptied folder does not count."""
     if folder.metrics.exists():
-        return '"time/save_ckpt"' not in folder.metrics.read_text(errors="replace")
+        return '"checkpoint/step"' not in folder.metrics.read_text(errors="replace")
     # The present attempt has a folder already.
     return len(list(folder.logs.glob("attempt_*"))) > 1
 
 
-def _resolve_folder(path: Path) -> ResolvedStep:
+def _resolve_folder(path: Folder) -> ResolvedStep:
     """One step folder; or a checkpoints or run folder that holds exactly one step that can be loaded."""
     if not path.is_dir():
         raise CheckpointError(f"resume.dir = {str(path)!r}: there is no such folder")

@@ -7,8 +7,9 @@ owner is let go as early as possible; private copies, which nobody waits for, co
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -40,15 +41,17 @@ class SnapshotBuffers:
         config: Mapping[str, Any],
         *,
         timeout_seconds: float,
+        on_timeout: Literal["raise", "give_up"],
     ) -> Snapshot:
-        """A snapshot that training may go on from at once. The one before must have been written.
+        """A snapshot that training may go on from at once. The write of the one before must have ended.
 
         Args:
-            timeout_seconds: longest wait of an optimizer for its state.
+            timeout_seconds: longest wait of an optimizer for its state; then see `Hold`.
         """
         tensors = part_tensors(parts)
         held = {name: item for name, item in tensors.items() if item.residence == "host"}
-        others = {name: self._copy(name, item) for name, item in tensors.items() if name not in held}
+        before, self._buffers = self._buffers, {}  # what no tensor takes over is freed
+        others = {name: self._copy(name, item, before) for name, item in tensors.items() if name not in held}
         # The copies are queued on the device; nothing may read them before they have arrived.
         self._device.synchronize()
         self._aside.clear()
@@ -56,21 +59,35 @@ class SnapshotBuffers:
             [piece.tensor for item in held.values() for piece in item.pieces],
             buffer=self._aside,
             timeout_seconds=timeout_seconds,
+            on_timeout=on_timeout,
         )
-        return Snapshot(step, {**held, **others, **_fresh(rng)}, _values(parts), config, hold)
+        tensors = {**_by_parameter(held), **others, **_fresh(rng)}
+        return Snapshot(step, tensors, _values(parts), config, hold)
 
-    def _copy(self, name: str, item: LogicalTensor) -> LogicalTensor:
+    def _copy(
+        self, name: str, item: LogicalTensor, buffers: Mapping[tuple[str, int], torch.Tensor]
+    ) -> LogicalTensor:
         if item.residence == "fresh":
             return item
         pieces = []
         for index, piece in enumerate(item.pieces):
-            buffer = self._buffers.get((name, index))
+            buffer = buffers.get((name, index))
             if buffer is None or buffer.shape != piece.tensor.shape or buffer.dtype != piece.tensor.dtype:
                 buffer = self._device.empty_on_host(piece.tensor.shape, piece.tensor.dtype)
-                self._buffers[name, index] = buffer
+            self._buffers[name, index] = buffer
             buffer.copy_(piece.tensor, non_blocking=True)
             pieces.append(Piece(piece.offsets, buffer))
         return LogicalTensor(item.shape, item.dtype, tuple(pieces), "fresh")
+
+
+def _by_parameter(held: Mapping[str, LogicalTensor]) -> dict[str, LogicalTensor]:
+    """Weight and state of one parameter beside each other, as an update changes them together."""
+    of_parameter: dict[str, dict[str, LogicalTensor]] = {}
+    for name, item in held.items():
+        part, _, rest = name.partition(".")
+        parameter = rest if part == "model" else rest.rpartition(".")[0]
+        of_parameter.setdefault(parameter, {})[name] = item
+    return {name: item for items in of_parameter.values() for name, item in items.items()}
 
 
 def refer(
@@ -85,4 +102,5 @@ def _fresh(rng: Mapping[str, torch.Tensor]) -> dict[str, LogicalTensor]:
 
 
 def _values(parts: Mapping[str, Part]) -> dict[str, Mapping[str, Any]]:
-    return {name: part.values() for name, part in parts.items()}
+    # A part may give what it goes on to change.
+    return {name: copy.deepcopy(part.values()) for name, part in parts.items()}

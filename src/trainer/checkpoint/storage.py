@@ -1,7 +1,10 @@
-"""Where the steps of a run lie: one interface, and its implementation on a local (or mounted) file system."""
+"""Where the steps of a run lie: one interface, its implementation on a local (or mounted) file system, and
+the choice between that and an object store.
+"""
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 from pathlib import Path
@@ -12,8 +15,13 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.storage import StorageReader
 
 from contract import commit
-from contract.commit import CommitRecord, FileRecord, StepEntry
+from contract.errors import CheckpointError
+from contract.record import CommitRecord, FileRecord, StepEntry, format_checksum
+from contract.store import Folder, StoreFolder, check_installed, read_bytes
+from trainer.checkpoint.storage_store import StoreReader, StoreStorage
 from trainer.checkpoint.tensor_writer import LocalFiles, TensorWriter
+
+logger = logging.getLogger(__name__)
 
 COMPONENT = "trainer"
 """The folder inside a step that the trainer writes."""
@@ -66,8 +74,10 @@ class Storage(Protocol):
         """Delete a committed step; one that is gone already is no error."""
         ...
 
-    def set_aside(self, step: int) -> str:
-        """Take a committed step out of the list without deleting it; returns where it is now."""
+    def set_aside(self, step: int) -> str | None:
+        """Take a committed step out of the list without deleting it; returns where it lies now, or None if
+        there is no such step (any more).
+        """
         ...
 
 
@@ -113,7 +123,7 @@ class LocalStorage:
         path = self._partial(step) / COMPONENT / name
         path.write_bytes(content)
         commit.fsync(path)
-        checksum = commit.format_checksum(xxhash.xxh3_128(content))
+        checksum = format_checksum(xxhash.xxh3_128(content))
         return {f"{COMPONENT}/{name}": FileRecord(len(content), checksum)}
 
     def commit(self, step: int, record: CommitRecord) -> None:
@@ -130,8 +140,9 @@ class LocalStorage:
         if self._final(step).exists():
             commit.remove_step(self._final(step))
 
-    def set_aside(self, step: int) -> str:
-        return str(commit.set_aside(self._final(step)))
+    def set_aside(self, step: int) -> str | None:
+        place = commit.set_aside(self._final(step))
+        return None if place is None else str(place)
 
     def _final(self, step: int) -> Path:
         return self._checkpoints / commit.step_name(step)
@@ -140,15 +151,40 @@ class LocalStorage:
         return self._checkpoints / f"{commit.step_name(step)}{commit.PARTIAL_SUFFIX}"
 
 
-def open_reader(step_folder: Path) -> StorageReader:
-    """A DCP reader of the tensors that `step_folder` holds."""
+def open_storage(checkpoints: Folder, world_size: int) -> Storage:
+    """The steps in `checkpoints`, wherever that is.
+
+    Raises:
+        CheckpointError: several processes cannot share such a store, or its package is not installed.
+    """
+    if not isinstance(checkpoints, StoreFolder):
+        return LocalStorage(checkpoints)
+    if checkpoints.scheme == "memory" and world_size > 1:
+        raise CheckpointError(
+            f"{checkpoints} lies in the memory of one process, and this run has {world_size}; set ckpt.url "
+            "to another store, or remove it to save in the run folder"
+        )
+    if checkpoints.scheme == "memory":
+        logger.warning("checkpoints in %s are gone when this process ends", checkpoints)
+    check_installed(checkpoints.scheme)
+    return StoreStorage(checkpoints, component=COMPONENT)
+
+
+def open_reader(step_folder: Folder) -> StorageReader:
+    """A DCP reader of the tensors that `step_folder` holds.
+
+    Raises:
+        CheckpointError: the package that the store needs is not installed.
+    """
+    if isinstance(step_folder, StoreFolder):
+        return StoreReader(step_folder / COMPONENT)
     return FileSystemReader(step_folder / COMPONENT)
 
 
-def read_file(step_folder: Path, name: str) -> bytes:
+def read_file(step_folder: Folder, name: str) -> bytes:
     """One file that `Storage.write_file` wrote.
 
     Raises:
         OSError: it cannot be read.
     """
-    return (step_folder / COMPONENT / name).read_bytes()
+    return read_bytes(step_folder, f"{COMPONENT}/{name}")

@@ -20,13 +20,13 @@ import torch
 import xxhash
 from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem, FileSystemBase, _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from contract import commit
-from contract.commit import FileRecord
 from contract.errors import CheckpointError
+from contract.record import FileRecord, format_checksum
 from trainer.checkpoint.tensors import EntrySavePlanner
 
 _BUFFER_BYTES = 1 << 20
@@ -39,7 +39,11 @@ class Files(Protocol):
     """DCP's own view of the place: paths, existence, renaming."""
 
     def create(self, path: str | os.PathLike[str]) -> AbstractContextManager[BinaryIO]:
-        """Open a new file for writing; it is durable when the context has been left without an error."""
+        """Open a new file for writing; it is durable when the context has been left without an error.
+
+        Its `write` has copied all bytes, or handed them to the system, when it returns: the memory that they
+        came from may change then.
+        """
         ...
 
 
@@ -91,10 +95,12 @@ class TensorWriter(FileSystemWriter):
         errors: list[BaseException] = []
 
         def run(index: int) -> None:
+            name = f"{plan.storage_data.prefix}{index}{DEFAULT_SUFFIX}"
             try:
-                results.extend(
-                    self._write_file(f"{plan.storage_data.prefix}{index}{DEFAULT_SUFFIX}", items, planner)
-                )
+                # torch would compute a CRC-32 per tensor, of which nobody makes use: the checksum of the
+                # file replaces it. The setting is one of this thread.
+                torch.serialization.set_crc32_options(False)
+                results.extend(self._write_file(name, items, planner))
             except BaseException as error:  # raised below, on the thread that waits
                 errors.append(error)
                 items.clear()
@@ -118,6 +124,7 @@ class TensorWriter(FileSystemWriter):
 
     def _write_file(self, name: str, items: deque[WriteItem], planner: EntrySavePlanner) -> list[WriteResult]:
         results: list[WriteResult] = []
+        put_off: set[MetadataIndex] = set()
         if not items:
             return results
         with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as stream:
@@ -126,6 +133,10 @@ class TensorWriter(FileSystemWriter):
                     item = items.popleft()
                 except IndexError:
                     break
+                if item.index not in put_off and planner.can_wait(item.index):
+                    put_off.add(item.index)
+                    items.append(item)
+                    continue
                 offset = stream.tell()
                 data = planner.resolve_data(item)
                 assert isinstance(data, torch.Tensor)
@@ -199,4 +210,4 @@ class _RecordingStream(io.IOBase):
 
     def record(self) -> FileRecord:
         """Size and checksum of what was written so far."""
-        return FileRecord(self._size, None if self._digest is None else commit.format_checksum(self._digest))
+        return FileRecord(self._size, None if self._digest is None else format_checksum(self._digest))

@@ -9,7 +9,7 @@ over as tensors with a storage of just their size: DCP would copy them otherwise
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -78,16 +78,17 @@ class EntrySavePlanner(DefaultSavePlanner):
     Args:
         hold: over the blocks that are read by reference; None if nothing changes before the write has ended.
         finite_prefix: tensors whose name begins so must not hold NaN or infinity. Checked when they are
-            read, by the
-            writer's threads: the training step does not wait for it.
+            read, by the writer's threads: the training step does not wait for it.
+        may_be_infinite: names of those among them that may.
     """
 
-    def __init__(self, hold: Hold | None, finite_prefix: str) -> None:
+    def __init__(self, hold: Hold | None, finite_prefix: str, may_be_infinite: Collection[str] = ()) -> None:
         super().__init__(
             flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=False
         )
         self._hold = hold
         self._finite_prefix = finite_prefix
+        self._may_be_infinite = may_be_infinite
         self._held = threading.local()
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -114,11 +115,18 @@ class EntrySavePlanner(DefaultSavePlanner):
             source = self._hold.begin_read(piece)
             self._held.piece = piece
         block = own_storage(source)
-        if index.fqn.startswith(self._finite_prefix) and not _is_finite(block):
+        must_be_finite = index.fqn.startswith(self._finite_prefix) and index.fqn not in self._may_be_infinite
+        if must_be_finite and not _is_finite(block):
             raise CheckpointError(
                 f"the weight {index.fqn.removeprefix(self._finite_prefix)} holds NaN or infinity"
             )
         return block
+
+    def can_wait(self, index: MetadataIndex) -> bool:
+        """Whether other blocks should be written first, because their owner may be waiting for them."""
+        entry: TensorEntry = self.state_dict[index.fqn]
+        piece = entry.piece(index).tensor
+        return self._hold is not None and self._hold.covers(piece) and self._hold.is_aside(piece)
 
     def end_of_file(self) -> None:
         """The calling thread has written all that it was handed."""

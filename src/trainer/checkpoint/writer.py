@@ -1,17 +1,17 @@
 """One write of one snapshot: files of all ranks, then the commit. Runs on whichever thread it is called from.
 
 All its collectives are on the group it is given, so that a write in the background never meets the training
-step. A rank that fails is learnt by all: the write then commits nothing, removes what it wrote, and raises
+step. A rank that fails is learnt by all: the write then removes what it wrote and did not commit, and raises
 everywhere.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import platform
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -21,18 +21,21 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from contract.commit import FORMAT_VERSION, CommitRecord, FileRecord, digest_config
 from contract.errors import CheckpointError
-from trainer.checkpoint.agreement import on_all_ranks
+from contract.record import FORMAT_VERSION, CommitRecord, FileRecord, digest_config
+from trainer.checkpoint.agreement import explain, on_all_ranks
 from trainer.checkpoint.base import Snapshot, count_bytes
 from trainer.checkpoint.storage import Storage
+from trainer.checkpoint.tensor_writer import TensorWriter
 from trainer.checkpoint.tensors import EntrySavePlanner, as_entries
 from trainer.parallel.layout import LogicalTensor
+
+logger = logging.getLogger(__name__)
 
 STATE_FILE = "state.json"
 CONFIG_FILE = "config.json"
 WEIGHTS_PREFIX = "model."
-"""Names of the tensors of part `model`, which must be finite in every save."""
+"""Names of the tensors of part `model`: its parameters must be finite in every save."""
 
 _OVERHEAD = 1.02
 _OVERHEAD_BYTES = 1 << 20
@@ -41,11 +44,19 @@ _OVERHEAD_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """A committed step: its bytes over all ranks, and the seconds from the first file to the commit."""
+    """A committed step; the same on all ranks, but for the seconds.
+
+    Attributes:
+        num_bytes: over all ranks.
+        write_seconds: from the first file to the commit.
+        committed: this and the run's other steps that the storage holds now, ascending; None if it could not
+            be asked.
+    """
 
     step: int
     num_bytes: int
     write_seconds: float
+    committed: tuple[int, ...] | None
 
 
 def write_snapshot(
@@ -56,11 +67,19 @@ def write_snapshot(
     threads: int,
     checksums: bool,
     components: tuple[str, ...],
+    own_steps: Collection[int] = (),
+    may_be_infinite: Collection[str] = (),
 ) -> SaveReport:
     """Write and commit; collective over `group`.
 
+    Args:
+        own_steps: of this run, of which the report says whether they are committed.
+        may_be_infinite: tensors of part `model` that need not be finite, by `model.<name>`.
+
     Raises:
-        CheckpointError: it failed on some rank; nothing is committed, and every rank raises.
+        CheckpointError: it failed on some rank, and every rank raises. Nothing is committed, unless the
+            failure came after the rename that commits (a disk that does not make it durable, a rank that is
+            lost just then): `own_steps` of a later write finds out.
     """
     start = time.perf_counter()
     is_coordinator = dist.get_rank(group) == 0
@@ -69,21 +88,30 @@ def write_snapshot(
     small_files = on_all_ranks(
         group, what, lambda: _begin(storage, snapshot, needed) if is_coordinator else {}
     )
+    writers: list[TensorWriter] = []
+
+    def open_writer() -> None:
+        writers.append(storage.tensor_writer(snapshot.step, threads=threads, checksums=checksums))
+
     try:
+        # Apart, because a rank that fails here must not miss in the collectives of DCP.
+        on_all_ranks(group, what, open_writer)
         # DCP's list of tensors is the last of the trainer's files.
         tensor_files = on_all_ranks(
-            group, what, lambda: _write_tensors(storage, snapshot, group, threads, checksums)
+            group, what, lambda: _write_tensors(writers[0], snapshot, group, may_be_infinite)
         )
         files = {name: file for of_rank in small_files + tensor_files for name, file in of_rank.items()}
         record = _record(snapshot, dist.get_world_size(group), components, files)
-        on_all_ranks(group, what, lambda: storage.commit(snapshot.step, record) if is_coordinator else None)
+        committed = on_all_ranks(
+            group, what, lambda: _commit(storage, record, own_steps) if is_coordinator else None
+        )[0]
     except CheckpointError as error:
-        # Every rank has left the write by now, or `on_all_ranks` would still wait.
+        # Every rank that lives has left the write by now, or `on_all_ranks` would still wait.
         room = _discard(storage, snapshot.step) if is_coordinator else ""
         raise CheckpointError(
             f"{error} (it needs {format_bytes(needed)} in {storage.describe()}{room})"
         ) from error
-    return SaveReport(snapshot.step, record.num_bytes, time.perf_counter() - start)
+    return SaveReport(snapshot.step, record.num_bytes, time.perf_counter() - start, committed)
 
 
 def bytes_needed(tensors: Mapping[str, LogicalTensor]) -> int:
@@ -129,17 +157,36 @@ def _begin(storage: Storage, snapshot: Snapshot, needed: int) -> dict[str, FileR
 
 
 def _write_tensors(
-    storage: Storage, snapshot: Snapshot, group: dist.ProcessGroup, threads: int, checksums: bool
+    writer: TensorWriter, snapshot: Snapshot, group: dist.ProcessGroup, may_be_infinite: Collection[str]
 ) -> dict[str, FileRecord]:
-    writer = storage.tensor_writer(snapshot.step, threads=threads, checksums=checksums)
-    with _without_crc32():
-        dcp.save(
-            as_entries(snapshot.tensors),
-            storage_writer=writer,
-            planner=EntrySavePlanner(snapshot.hold, finite_prefix=WEIGHTS_PREFIX),
-            process_group=group,
-        )
+    dcp.save(
+        as_entries(snapshot.tensors),
+        storage_writer=writer,
+        planner=EntrySavePlanner(snapshot.hold, WEIGHTS_PREFIX, may_be_infinite),
+        process_group=group,
+    )
+    if snapshot.hold is not None and snapshot.hold.was_given_up:
+        # The training step may have changed what was still to be read.
+        raise CheckpointError("it took longer than ckpt.write_timeout_seconds and was given up")
     return dict(writer.files)
+
+
+def _commit(storage: Storage, record: CommitRecord, own_steps: Collection[int]) -> tuple[int, ...] | None:
+    """Commit, and see which of the run's steps there are now: a write that failed may have left one."""
+    storage.commit(record.step, record)
+    try:
+        entries = storage.scan()
+    except Exception as error:
+        # The step exists, whatever the storage says now: what failed is not the save.
+        logger.warning(
+            "after the commit of step %d nothing is deleted, as %s cannot be listed: %s",
+            record.step,
+            storage.describe(),
+            explain(error),
+        )
+        return None
+    own = {record.step, *own_steps}
+    return tuple(entry.step for entry in entries if entry.state == "committed" and entry.step in own)
 
 
 def _record(
@@ -163,27 +210,15 @@ def _record(
 
 
 def _discard(storage: Storage, step: int) -> str:
-    free = storage.free_bytes()
+    """Remove what was written; returns what is to be said of the room, whatever fails here too."""
     try:
+        free = storage.free_bytes()
         storage.discard(step)
-    except OSError as error:
-        return f"; what was written of it cannot be removed: {error.strerror}"
+    except Exception as error:
+        return f"; what was written of it cannot be removed: {explain(error)}"
     return "" if free is None else f", {format_bytes(free)} were free when it stopped"
 
 
 def _encode(value: Mapping[str, Any]) -> bytes:
     # NaN would be written as something that is no JSON, or as null: a counter that is NaN is a defect.
     return json.dumps(value, indent=1, allow_nan=False).encode()
-
-
-@contextmanager
-def _without_crc32() -> Iterator[None]:
-    """torch computes a CRC-32 per tensor on one core, which halves the rate; the checksum of the file
-    replaces it.
-    """
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from contract.settings import Settings
-from contract.settings.base import PathSetting
+from contract.settings.base import FolderSetting
+from contract.store import check_url
 
 
 class CheckpointConfig(Settings):
@@ -24,6 +25,11 @@ class CheckpointConfig(Settings):
     keep_interval: Annotated[int, Field(ge=1)] | None = Field(
         default=None,
         description="Steps divisible by this are kept for ever; None keeps none beyond keep_last.",
+    )
+    url: str | None = Field(
+        default=None,
+        description="Folder of an object store for checkpoints, e.g. `s3://bucket/runs`: steps lie in "
+        "`<url>/<run_name>/checkpoints`. None is the run folder.",
     )
     async_save: bool = Field(
         default=False,
@@ -47,6 +53,12 @@ class CheckpointConfig(Settings):
         gt=0,
         description="Longest wait for a write or for a peer's share of it, in seconds; then it has failed.",
     )
+    grace_seconds: float = Field(
+        default=120.0,
+        gt=0,
+        description="After SIGINT or SIGTERM, seconds to finish the step and save; then the processes are "
+        "killed, and the last committed step stands. A pause has no limit.",
+    )
     writer_threads: int = Field(default=2, ge=1, description="Threads per rank that write files.")
     checksums: bool = Field(
         default=True,
@@ -55,6 +67,11 @@ class CheckpointConfig(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> CheckpointConfig:
+        if self.url is not None:
+            try:
+                check_url(self.url)
+            except ValueError as error:
+                raise ValueError(f"ckpt.url: {error}; remove it to save in the run folder") from None
         if self.keep_interval is not None and self.keep_last is None:
             raise ValueError(
                 f"ckpt.keep_interval = {self.keep_interval} exempts steps from pruning, but nothing is "
@@ -70,9 +87,10 @@ class ResumeConfig(Settings):
     step: Annotated[int, Field(ge=0)] | None = Field(
         default=None, description="Step to resume; None is the latest committed."
     )
-    dir: PathSetting | None = Field(
+    dir: FolderSetting | None = Field(
         default=None,
-        description="One checkpoint folder of any run (`.../checkpoints/step_40`); None looks in this run.",
+        description="One checkpoint folder of any run (`.../checkpoints/step_40`, or `s3://...` in a store); "
+        "None looks in this run.",
     )
     skip_optimizer: bool = Field(default=False, description="Start the optimizer's state afresh.")
     skip_scheduler: bool = Field(
@@ -83,9 +101,14 @@ class ResumeConfig(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> ResumeConfig:
+        if self.dir is not None and "://" in self.dir:
+            try:
+                check_url(self.dir)
+            except ValueError as error:
+                raise ValueError(f"resume.dir: {error}") from None
         if self.step is not None and self.dir is not None:
             raise ValueError(
-                f"resume.step = {self.step} and resume.dir = {str(self.dir)!r} both name a checkpoint; keep "
+                f"resume.step = {self.step} and resume.dir = {self.dir!r} both name a checkpoint; keep "
                 f"one of them"
             )
         return self

@@ -10,8 +10,7 @@ from contract.settings import Settings
 
 ActivationCheckpointing = Literal["none", "block"]
 Attention = Literal["varlen", "sdpa", "eager", "flash_attention_2"]
-
-
+Fusion = Literal["qkv", "gate_up"]
 Offload = Literal["none", "optimizer", "full"]
 
 
@@ -69,6 +68,17 @@ class ModelConfig(Settings):
         "`full` also keeps float32 weights and gradients there and updates on the host. The numbers are "
         "the same.",
     )
+    fusions: list[Fusion] = Field(
+        default=[],
+        description="Projections computed as one linear layer: `qkv` (q_proj, k_proj, v_proj) and `gate_up` "
+        "(gate_proj, up_proj), in every layer that has them. Checkpoints and exports keep the separate "
+        "names. Muon orthogonalises a fused matrix as one, so its updates differ from those without fusion.",
+    )
+    shard_fused_on_dim1: bool = Field(
+        default=False,
+        description="Shard fused weights by input features, so that every rank holds a part of each row of "
+        "q, k and v; the shards must divide the input features. false shards by rows, as all other weights.",
+    )
     compile: bool = Field(
         default=False, description="torch.compile of each block; pads rows to seq_len for static shapes."
     )
@@ -80,6 +90,13 @@ class ModelConfig(Settings):
                 "model.revision names a version on the Hub, but model.name is a package file; remove "
                 "model.revision"
             )
+        if len(set(self.fusions)) < len(self.fusions):
+            raise ValueError(f"model.fusions = {self.fusions} names a fusion twice; name each once")
+        if self.shard_fused_on_dim1 and not self.fusions:
+            raise ValueError(
+                "model.shard_fused_on_dim1 = true needs fused projections, but model.fusions is empty; set "
+                "model.fusions to ['qkv'], ['gate_up'] or both, or remove model.shard_fused_on_dim1"
+            )
         return self
 
 
@@ -89,7 +106,7 @@ class OffloadConfig(Settings):
     chunk_mib: float = Field(
         default=256.0,
         gt=0,
-        description="State moved and updated at once, in MiB; the device holds at most two chunks of it.",
+        description="State moved and updated at once, in MiB; the device holds at most three chunks of it.",
     )
 
 
@@ -116,9 +133,4 @@ class DeploymentConfig(Settings):
         default=600.0,
         gt=0,
         description="Longest wait for a peer in a collective, in seconds; then the run ends with an error.",
-    )
-    grace_seconds: float = Field(
-        default=120.0,
-        gt=0,
-        description="After a signal or an error, seconds that processes get to save before they are killed.",
     )

@@ -15,6 +15,9 @@ from trainer.config.model import DeploymentConfig, ModelConfig, OffloadConfig
 from trainer.config.optimizer import AdamWConfig, ConstantScheduleConfig, OptimizerConfig, ScheduleConfig
 from trainer.config.telemetry import LogConfig, ProfilerConfig, TensorboardConfig, WandbConfig
 
+_GRACE_SECONDS_WITHOUT_SAVE = 10.0
+"""Time to finish a step and close, where there is nothing to save."""
+
 
 class SFTConfig(Settings):
     """Supervised fine-tuning of a causal language model."""
@@ -37,6 +40,11 @@ class SFTConfig(Settings):
     )
     max_epochs: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="Passes over the data; None leaves the end to max_steps."
+    )
+    max_minutes: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="Wall-clock limit of one launch, from the start of its processes: the run pauses after "
+        "the step in which it passes, however long the save takes then. None has no limit.",
     )
 
     model: ModelConfig = Field(description="The model.")
@@ -64,6 +72,16 @@ class SFTConfig(Settings):
     wandb: WandbConfig | None = Field(default=None, description="Weights & Biases; None is off.")
     tensorboard: TensorboardConfig | None = Field(default=None, description="TensorBoard; None is off.")
     profiler: ProfilerConfig | None = Field(default=None, description="Profiler trace; None is off.")
+
+    @property
+    def checkpoint_url(self) -> str | None:
+        """`ckpt.url`, or None where checkpoints lie in the run folder."""
+        return self.ckpt.url if self.ckpt is not None else None
+
+    @property
+    def grace_seconds(self) -> float:
+        """Seconds from a signal to the kill of a process that has not ended."""
+        return self.ckpt.grace_seconds if self.ckpt is not None else _GRACE_SECONDS_WITHOUT_SAVE
 
     @model_validator(mode="after")
     def _check_end(self) -> SFTConfig:
@@ -100,6 +118,16 @@ class SFTConfig(Settings):
                 f"data.batch_size = {self.data.batch_size} cannot be dealt evenly to "
                 f"deployment.num_processes = "
                 f"{processes}; choose a multiple"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_offload(self) -> SFTConfig:
+        if self.model.offload == "full" and self.optimizer.type == "muon":
+            raise ValueError(
+                "model.offload = 'full' updates weights on the host, piece by piece, but optimizer.type = "
+                "'muon' multiplies whole matrices, for which the host is too slow; set model.offload = "
+                "'optimizer', or optimizer.type to 'adamw', 'sgd' or 'signsgd'"
             )
         return self
 

@@ -17,7 +17,7 @@ from trainer.hooks.validate import ValidateHook
 from trainer.model.source import ModelSource
 from trainer.parallel.layout import LogicalTensor
 from trainer.parallel.process import Process
-from trainer.parallel.stop import StopRequest
+from trainer.parallel.stop import Requests
 from trainer.source.base import ValidationSource
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def build_hooks(
     config: SFTConfig,
     process: Process,
-    stop: StopRequest,
+    requests: Requests,
     folder: RunFolder,
     files: ModelSource,
     weights: Callable[[], Mapping[str, LogicalTensor]],
@@ -51,7 +51,9 @@ def build_hooks(
         )
     if config.validation is not None and validation is not None:
         interval, at_start = config.validation.interval, config.validation.at_start
-        hooks.append(ValidateHook(validation, engine, process, stop, interval=interval, at_start=at_start))
+        hooks.append(
+            ValidateHook(validation, engine, process, requests, interval=interval, at_start=at_start)
+        )
     if config.sample is not None:
         hooks.append(_build_sample_hook(config, tokenizer, engine, console))
     if config.export is not None:

@@ -10,7 +10,7 @@ from contract.batch import MicroBatch
 from trainer.engine import Engine
 from trainer.hooks.base import BaseHook
 from trainer.parallel.process import Process
-from trainer.parallel.stop import StopRequest
+from trainer.parallel.stop import Requests
 from trainer.source.base import ValidationSource
 from trainer.state import TrainState
 
@@ -25,7 +25,7 @@ class ValidateHook(BaseHook):
         source: ValidationSource,
         engine: Engine,
         process: Process,
-        stop: StopRequest,
+        requests: Requests,
         *,
         interval: int,
         at_start: bool,
@@ -33,7 +33,7 @@ class ValidateHook(BaseHook):
         self._source = source
         self._engine = engine
         self._process = process
-        self._stop = stop
+        self._requests = requests
         self._interval = interval
         self._at_start = at_start
         self._last_step = -1
@@ -56,7 +56,7 @@ class ValidateHook(BaseHook):
         component = self._engine.components[0]
         names = ["loss", f"{component}_tokens"]
         loss_sum, num_tokens = self._process.all_sum([sums.get(name, 0.0) for name in names])
-        if self._stop.agree(self._process):
+        if self._requests.agree(self._process):
             # A part of the rows is not the validation loss; a signal must not wait for the rest.
             return {}
         loss = loss_sum / num_tokens if num_tokens else math.nan
@@ -65,6 +65,6 @@ class ValidateHook(BaseHook):
 
     def _until_stopped(self) -> Iterator[MicroBatch]:
         for micro_batch in self._source.micro_batches():
-            if self._stop.agree(self._process):
+            if self._requests.agree(self._process):
                 return
             yield micro_batch

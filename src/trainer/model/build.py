@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from contract.errors import ModelError
 from trainer.config.model import ModelConfig
 from trainer.model.attention import ATTENTION_NAME, register_attention
 from trainer.model.causal_lm import CausalLM
+from trainer.model.fusion import fuse_projections
 from trainer.model.probe import check_model
 from trainer.model.source import ModelSource, load_model_config
 from trainer.model.weights import TensorReader, materialize, open_weights
@@ -20,7 +21,8 @@ from trainer.model.weights import TensorReader, materialize, open_weights
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-ShardFunction = Callable[[nn.Module, Sequence[nn.Module]], Any]
+ShardFunction = Callable[[nn.Module, Sequence[nn.Module], Collection[nn.Parameter]], Any]
+"""Called with the root, its blocks, and the parameters that are cut along their input features."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,33 +63,42 @@ def build_model(
     shard: ShardFunction,
     *,
     seed: int,
-    is_low_precision: bool,
+    compute_dtype: torch.dtype,
 ) -> CausalLM:
     """Build on the meta device, shard, then read the weights straight into the shards.
+
+    With `model.offload = "full"` the shards are of the type of forward and backward, and what they were
+    rounded from is on the host, in `CausalLM.masters`.
 
     Args:
         config: the model section.
         source: its files.
         device: where the shards live.
-        shard: called with (root, blocks) while everything is on the meta device.
+        shard: shards in place, while everything is on the meta device.
         seed: of random weights (`model.init = "random"`).
-        is_low_precision: whether forward runs in less than float32.
+        compute_dtype: of forward and backward.
 
     Raises:
         ModelError: the architecture or its weights cannot be used.
     """
     hf_config = load_model_config(config, source)
     model = _build_on_meta(config, hf_config)
+    is_on_host = config.offload == "full"
+    if is_on_host:
+        # Parameters only: rotary tables and the like keep their precision, as with FSDP's own casts.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(compute_dtype)
     blocks = model.blocks()
     if config.activation_checkpointing == "block":
         model.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    shard(model, blocks)
+    shard(model, blocks, _on_dim1(model) if config.shard_fused_on_dim1 else ())
     if config.init == "random":
         reader = TensorReader(_random_weights(config, hf_config, seed))
     else:
         needed = set(model.logical_state())
-        reader = open_weights(source.folder, needed, lambda: _converted_weights(config, source))
-    materialize(model, reader, device)
+        reader = open_weights(source.folder, needed, model.lm, lambda: _converted_weights(config, source))
+    materialize(model, reader, device, keep_masters=is_on_host)
+    is_low_precision = compute_dtype is not torch.float32
     check_model(model, device, is_varlen=config.attention == "varlen", is_low_precision=is_low_precision)
     if config.compile:
         for block in blocks:
@@ -157,7 +168,13 @@ def _build_on_meta(config: ModelConfig, hf_config: PretrainedConfig) -> CausalLM
         )
     if config.activation_checkpointing == "block" and not lm.supports_gradient_checkpointing:
         raise ModelError(f"{type(lm).__name__} does not support model.activation_checkpointing = 'block'")
-    return CausalLM(lm)
+    return CausalLM(lm, fuse_projections(lm, config.fusions))
+
+
+def _on_dim1(model: CausalLM) -> list[nn.Parameter]:
+    """The packed weights; a packed bias has no input features."""
+    parameters = model.run_parameters()
+    return [parameters[name].parameter for name in model.packed if parameters[name].parameter.ndim == 2]
 
 
 def _converted_weights(config: ModelConfig, source: ModelSource) -> Mapping[str, torch.Tensor]:

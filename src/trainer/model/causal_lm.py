@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,15 +30,24 @@ _PREFIX = "lm."
 class CausalLM(nn.Module):
     """Runs the backbone of `lm` over one packed row, then a function of the final hidden states.
 
+    Args:
+        lm: the model.
+        packed: what packed parameters consist of, by their name in `lm`; none by default.
+
     Raises:
         ModelError: `lm` has no separate backbone, no linear output projection, or declares no blocks.
     """
 
-    def __init__(self, lm: PreTrainedModel) -> None:
+    def __init__(
+        self, lm: PreTrainedModel, packed: Mapping[str, tuple[Region, ...]] = MappingProxyType({})
+    ) -> None:
         super().__init__()
         self.lm = lm
-        self.packed: dict[str, tuple[Region, ...]] = {}
+        self.packed = dict(packed)
         """What packed parameters consist of, by their run-time name."""
+        self.masters: dict[str, torch.Tensor] = {}
+        """This rank's weights in float32 on the host, by run-time name, until whoever updates them has taken
+        them over; empty where the parameters are the weights."""
         head = lm.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise ModelError(
@@ -127,7 +137,11 @@ class CausalLM(nn.Module):
         """
         found = {name.removeprefix(_PREFIX): parameter for name, parameter in self.named_parameters()}
         return {
-            name: ModelParameter(parameter, Placement.of(name, parameter, self.packed.get(name, ())))
+            name: ModelParameter(
+                parameter,
+                Placement.of(name, parameter, self.packed.get(name, ())),
+                self.masters.get(name),
+            )
             for name, parameter in found.items()
         }
 

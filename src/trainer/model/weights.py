@@ -1,8 +1,8 @@
 """Reading Hugging Face weights into the shards of a model that was built on the meta device.
 
-Each rank reads only its own slice of every tensor, straight from the safetensors files. Models whose
-checkpoint names differ from their module names (transformers converts them while loading) and random
-initialisation go through a full copy on the host instead, behind the same interface.
+Each rank reads only its own slice of every tensor, straight from the safetensors files, also where the files
+hold every expert of a mixture on its own. Models whose names differ in other ways (transformers converts them
+while loading) and random initialisation go through a full copy on the host instead, behind the same interface.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -20,7 +20,11 @@ from torch.distributed.tensor import DTensor
 
 from contract.errors import ModelError
 from trainer.model.causal_lm import CausalLM
+from trainer.model.experts import ExpertReader, merge_rules
 from trainer.parallel.layout import LogicalTensor, Placement, local_part
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -112,10 +116,18 @@ class TensorReader:
 
 
 def open_weights(
-    folder: Path, needed: set[str], load_converted: Callable[[], Mapping[str, torch.Tensor]]
+    folder: Path,
+    needed: set[str],
+    lm: PreTrainedModel,
+    load_converted: Callable[[], Mapping[str, torch.Tensor]],
 ) -> WeightReader:
-    """The reader for a model's weights: slices of files, or `load_converted()` where names do not match."""
-    reader = SafetensorsReader(folder)
+    """The reader for the weights of `lm`: slices of the files, of single experts where the model holds them
+    as one tensor, or `load_converted()` where other names do not match.
+    """
+    files = SafetensorsReader(folder)
+    if needed <= files.names():
+        return files
+    reader = ExpertReader(files, merge_rules(lm), needed)
     missing = needed - reader.names()
     if not missing:
         return reader
@@ -128,8 +140,13 @@ def open_weights(
 
 
 @torch.no_grad()
-def materialize(model: CausalLM, reader: WeightReader, device: torch.device) -> None:
+def materialize(
+    model: CausalLM, reader: WeightReader, device: torch.device, *, keep_masters: bool = False
+) -> None:
     """Allocate the shards of a meta-device model on `device` and fill them; recompute buffers.
+
+    Args:
+        keep_masters: also leave the parameters' shards in float32 on the host, as `model.masters`.
 
     Raises:
         ModelError: a weight is missing or has another shape.
@@ -150,7 +167,13 @@ def materialize(model: CausalLM, reader: WeightReader, device: torch.device) -> 
     state: dict[str, torch.Tensor] = {}
     for name, item in model.run_state().items():
         shard = _allocate(item, device)
-        _fill(reader, Placement.of(name, item, model.packed.get(name, ())).logical(local_part(shard)))
+        local, placement = local_part(shard), Placement.of(name, item, model.packed.get(name, ()))
+        if keep_masters and isinstance(item, nn.Parameter):
+            model.masters[name] = torch.empty(local.shape)
+            _fill(reader, placement.logical(model.masters[name]))
+            local.copy_(model.masters[name])
+        else:
+            _fill(reader, placement.logical(local))
         state[name] = nn.Parameter(shard, item.requires_grad) if isinstance(item, nn.Parameter) else shard
     _assign(model, state)
     _rebuild_buffers(model, device)

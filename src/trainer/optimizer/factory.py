@@ -6,19 +6,29 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
+from trainer.config.model import Offload
 from trainer.config.optimizer import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig, SignSGDConfig
 from trainer.optimizer.base import Optimizer
 from trainer.optimizer.groups import GroupSpec
+from trainer.optimizer.offload.optimizer import FullOffloadOptimizer, say_when, why_late
+from trainer.optimizer.offload.state import OffloadedStateOptimizer
 from trainer.optimizer.resident import ResidentOptimizer
 from trainer.optimizer.signsgd import SignSGD
 from trainer.parallel.layout import ModelParameter
+from trainer.parallel.process import Process
 
 Build = Callable[[Sequence[torch.Tensor], str, float], torch.optim.Optimizer]
 """From tensors, the name of their group and its weight decay to an optimizer."""
 
 
 def build_optimizer(
-    config: OptimizerConfig, parameters: Mapping[str, ModelParameter], *, block_parameters: Collection[str]
+    config: OptimizerConfig,
+    parameters: Mapping[str, ModelParameter],
+    *,
+    block_parameters: Collection[str],
+    offload: Offload,
+    chunk_bytes: int,
+    process: Process,
 ) -> Optimizer:
     """The optimizer over all of `parameters` that require a gradient.
 
@@ -26,8 +36,20 @@ def build_optimizer(
         config: the optimizer section.
         parameters: by name.
         block_parameters: names inside the decoder blocks; Muon takes their matrices.
+        offload: `model.offload`.
+        chunk_bytes: `offload.chunk_mib`, in bytes.
+        process: this rank.
     """
-    return ResidentOptimizer(parameters, list_groups(config, parameters, block_parameters=block_parameters))
+    groups = list_groups(config, parameters, block_parameters=block_parameters)
+    if offload == "optimizer":
+        return OffloadedStateOptimizer(parameters, groups, chunk_bytes=chunk_bytes, device=process.device)
+    if offload == "full":
+        late_because = why_late(config)
+        say_when(process, late_because)
+        return FullOffloadOptimizer(
+            parameters, groups, chunk_bytes=chunk_bytes, process=process, is_early=late_because is None
+        )
+    return ResidentOptimizer(parameters, groups)
 
 
 def list_groups(

@@ -176,6 +176,50 @@ def saved_keys(parameters: Mapping[str, ModelParameter], names: Collection[str])
     return {name: list(by_key) for name, by_key in found.items()}
 
 
+class CounterTargets:
+    """Where the counters of a checkpoint are read to. A packed parameter has one, its parts have one each in
+    the
+    checkpoint: they are read apart, and have to agree.
+
+    Args:
+        counters: by name of the run-time parameter.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, ModelParameter], counters: Mapping[str, torch.Tensor]
+    ) -> None:
+        self._parts = {
+            name: {
+                logical: counter if index == 0 else torch.zeros_like(counter)
+                for index, logical in enumerate(parameters[name].placement.names)
+            }
+            for name, counter in counters.items()
+        }
+
+    def tensors(self) -> dict[str, LogicalTensor]:
+        """By `<logical name>.step`."""
+        return {
+            f"{logical}.{COUNTER}": LogicalTensor.replicated(counter)
+            for parts in self._parts.values()
+            for logical, counter in parts.items()
+        }
+
+    def check(self) -> None:
+        """After they were filled.
+
+        Raises:
+            CheckpointError: parts of one packed parameter were updated different numbers of times.
+        """
+        for parts in self._parts.values():
+            counts = {logical: int(counter) for logical, counter in parts.items()}
+            if len(set(counts.values())) > 1:
+                raise CheckpointError(
+                    f"model.fusions packs parameters that the checkpoint has updated different numbers of "
+                    f"times: "
+                    f"{counts}; resume without that fusion, or with resume.skip_optimizer"
+                )
+
+
 def named_gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
     """The gradients that there are."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from trainer.hold import Hold
 from trainer.optimizer.groups import (
     COUNTER,
+    CounterTargets,
     GroupOptions,
     GroupSpec,
     named_gradients,
@@ -41,6 +42,7 @@ class ResidentOptimizer:
             for name in group.parameters
         }
         self._options = GroupOptions(self._optimizers)
+        self._counter_targets = CounterTargets(self._parameters, {})
 
     def before_backward(self, lr_factor: float | None) -> None:
         """See `Optimizer`: nothing happens before `step`."""
@@ -109,14 +111,23 @@ class ResidentOptimizer:
                     if key == COUNTER
                     else torch.zeros_like(parameter).detach()
                 )
-        return self.tensors()
+        counters = {
+            name: optimizer.state[self._parameters[name].parameter][COUNTER]
+            for name, optimizer in self._owners.items()
+            if COUNTER in keys.get(name, [])
+        }
+        self._counter_targets = CounterTargets(self._parameters, counters)
+        return {**self.tensors(), **self._counter_targets.tensors()}
 
     def loaded(self, values: Mapping[str, Any]) -> None:
         """See `Optimizer`.
 
         Raises:
-            CheckpointError: the state belongs to another optimizer, or its groups are others.
+            CheckpointError: the state belongs to another optimizer, its groups are others, or the parts of a
+                packed
+                parameter do not fit together.
         """
+        self._counter_targets.check()
         self._options.load(values)
 
 

@@ -4,12 +4,75 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from contract.errors import ConfigError
+
+
+class Mark:
+    """A point in the work of a side stream."""
+
+    def __init__(self, event: torch.cuda.Event | None) -> None:
+        self._event = event
+
+    def join(self) -> None:
+        """Let the current stream go on only after this point; the host does not wait."""
+        if self._event is not None:
+            self._event.wait()
+
+    def finish(self) -> None:
+        """Let the host wait for this point."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class SideStream:
+    """Work of the device that runs beside its current stream, in order in itself.
+
+    A device that works in step with the host (a CPU) does everything at once: there is nothing to wait for.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self._stream = stream
+
+    @contextmanager
+    def queue(self, *, after_current: bool = True) -> Iterator[None]:
+        """What is queued inside runs here, after all that the current stream was given before.
+
+        Args:
+            after_current: false does not wait for the current stream: nothing there may concern the memory.
+        """
+        if self._stream is None:
+            yield
+            return
+        if after_current:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Let the memory of `tensor`, which another stream gave, not be used again before what was queued
+        here is done, though nobody refers to it any more.
+        """
+        if self._stream is not None:
+            tensor.record_stream(self._stream)
+
+    def mark(self) -> Mark:
+        """The end of all that was queued so far."""
+        if self._stream is None:
+            return Mark(None)
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return Mark(event)
+
+    def finish(self) -> None:
+        """Let the host wait until all that was queued is done."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +109,14 @@ class Device:
         asynchronous.
         """
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=self.kind == "cuda")
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory of the device, not filled."""
+        return torch.empty(tuple(shape), dtype=dtype, device=self.torch_device)
+
+    def side_stream(self) -> SideStream:
+        """A new stream beside the current one."""
+        return SideStream(torch.cuda.Stream(self.torch_device) if self.kind == "cuda" else None)
 
     def synchronize(self) -> None:
         """Wait for the device, so that a host clock measures its work."""

@@ -131,10 +131,16 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class ModelParameter:
-    """A parameter as the run holds it, and what it is in a checkpoint."""
+    """A parameter as the run holds it, and what it is in a checkpoint.
+
+    Attributes:
+        master: this rank's shard in float32, on the host, of which `parameter` is a rounded copy; None where
+            `parameter` itself is the weight.
+    """
 
     parameter: nn.Parameter
     placement: Placement
+    master: torch.Tensor | None = None
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

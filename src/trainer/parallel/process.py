@@ -25,9 +25,11 @@ class Process:
     """One rank.
 
     Attributes:
+        timeout: of the collectives of training, and of the control group.
+        control_group: gloo group for small host-side decisions of the training thread.
         background_group: gloo group that only background writes and their decisions use, so that they never
             meet a collective of the training step.
-        control_group: gloo group for small host-side decisions of the training thread.
+        background_timeout: of the collectives of the background group.
     """
 
     rank: int
@@ -38,6 +40,7 @@ class Process:
     timeout: timedelta
     control_group: dist.ProcessGroup = field(repr=False)
     background_group: dist.ProcessGroup = field(repr=False)
+    background_timeout: timedelta
 
     @property
     def is_main(self) -> bool:
@@ -52,9 +55,13 @@ class Process:
 
     def all_max(self, value: float) -> float:
         """Greatest value over ranks; how one rank's signal becomes a decision of all."""
-        tensor = torch.tensor([value], dtype=torch.float64)
+        return self.all_max_each([value])[0]
+
+    def all_max_each(self, values: list[float]) -> list[float]:
+        """Greatest of each value over ranks, in one collective."""
+        tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control_group)
-        return float(tensor.item())
+        return tensor.tolist()
 
     def gather(self, value: _T) -> list[_T] | None:
         """`value` of every rank in order of rank, on rank 0; None elsewhere. Goes through pickle."""
@@ -67,6 +74,16 @@ class Process:
     def barrier(self) -> None:
         """Wait for all ranks."""
         dist.barrier(group=self.control_group)
+
+    def renew_background_group(self) -> None:
+        """Put a new group in place of the background group, which no rank may be using: a gloo group in which
+        one collective has timed out fails for ever. Every rank calls this, where it also makes other groups.
+
+        Raises:
+            RuntimeError: a rank is lost.
+        """
+        before, self.background_group = self.background_group, _new_group(self.background_timeout)
+        dist.destroy_process_group(before)
 
 
 @contextmanager
@@ -83,8 +100,9 @@ def open_process(
         device: `auto`, `cpu` or `cuda`.
         num_threads: CPU threads of this process; None divides the cores among the machine's processes.
         timeout_seconds: longest wait for a peer in a collective.
-        write_timeout_seconds: the same in the background group, where a wait spans a peer's write; None is
-            `timeout_seconds`.
+        write_timeout_seconds: longest write of a checkpoint. In the background group, where a wait spans a
+            peer's write, a wait may take twice as long: whoever watches the write gives it up first, and says
+            more. None: nothing is written.
 
     Raises:
         ConfigError: the device does not exist.
@@ -95,6 +113,7 @@ def open_process(
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
     own_device = open_device(device, local_rank, num_threads, local_world_size)
     timeout = timedelta(seconds=timeout_seconds)
+    background_timeout = timedelta(seconds=2 * (write_timeout_seconds or timeout_seconds))
     if world_size == 1:
         # A store inside the process: a run of one needs no port and no file.
         dist.init_process_group(
@@ -104,7 +123,7 @@ def open_process(
         dist.init_process_group(own_device.backend, timeout=timeout)
     try:
         control_group = _new_group(timeout)
-        background_group = _new_group(timedelta(seconds=write_timeout_seconds or timeout_seconds))
+        background_group = _new_group(background_timeout)
         yield Process(
             rank,
             local_rank,
@@ -114,6 +133,7 @@ def open_process(
             timeout,
             control_group,
             background_group,
+            background_timeout,
         )
     finally:
         dist.destroy_process_group()

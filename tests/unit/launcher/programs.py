@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from contract.attempt import record_exit
+from contract.control import PAUSE_SIGNAL, letting_pause_signal_through
+from contract.errors import EXIT_PAUSED
 from launcher.processes import launch
 from launcher.spec import LaunchSpec
 
@@ -105,6 +107,28 @@ class Rank:
                 (self.folder / f"saving_{self.rank}").write_text("")
             time.sleep(0.01)
         self.end(128 + self.signals[1], "at once")
+
+    def pause(self) -> None:
+        """Can answer a pause only after a while; then rank 1 is quick to end, and rank 0 needs longer. Each
+        notes how often it was asked.
+        """
+        self.ready()
+        time.sleep(1)
+        signal.signal(PAUSE_SIGNAL, lambda number, frame: self.signals.append(number))
+        with letting_pause_signal_through():
+            while not self.signals:
+                time.sleep(0.01)
+            time.sleep(2 if self.rank == 0 else 0.5)
+        (self.folder / f"asked_{self.rank}").write_text(str(len(self.signals)))
+        self.end(EXIT_PAUSED)
+
+    def pause_and_fail(self) -> None:
+        """Rank 1 pauses; rank 0 fails after that."""
+        if self.rank == 1:
+            self.end(EXIT_PAUSED)
+        while not (self.folder / "rank_1.exit.json").exists():
+            time.sleep(0.01)
+        self.end(7, "the cause")
 
     def ignore(self) -> None:
         """Does not listen to signals."""

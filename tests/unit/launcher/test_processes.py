@@ -106,6 +106,24 @@ def _interrupt_twice(folder: Path) -> Result:
     return launch.finish()
 
 
+def _pause(folder: Path) -> Result:
+    launch = Launch("pause", folder)
+    # No rank can answer yet; the agent and the guards never can.
+    launch.wait_for("ready_0", "ready_1")
+    words = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in launch.alive()}
+    own = [
+        pid for pid, line in words.items() if b"\0launcher.agent\0" in line or b"\0launcher.guard\0" in line
+    ]
+    assert len(own) == 3
+    for pid in [*own, launch.process.pid]:
+        os.kill(pid, signal.SIGUSR1)
+    return launch.finish()
+
+
+def _pause_and_fail(folder: Path) -> Result:
+    return Launch("pause_and_fail", folder).finish()
+
+
 def _exceed_grace(folder: Path) -> Result:
     launch = Launch("ignore", folder, grace_seconds=1.0)
     launch.wait_for("ready_0", "ready_1")
@@ -147,6 +165,8 @@ _SCENARIOS: list[Callable[[Path], Result]] = [
     _kill_rank,
     _terminate,
     _interrupt_twice,
+    _pause,
+    _pause_and_fail,
     _exceed_grace,
     _terminate_at_start,
     _kill_launcher,
@@ -207,6 +227,19 @@ def test_a_second_ctrl_c_reaches_the_ranks_too(results: Results) -> None:
     assert result.seconds < 10 and result.alive == []
 
 
+def test_sigusr1_reaches_every_rank_once_and_a_pause_is_no_failure(results: Results) -> None:
+    result = results(_pause)
+    assert (result.code, result.errors) == (75, "the run is paused; go on with --resume\n")
+    assert [(result.folder / f"asked_{rank}").read_text() for rank in range(2)] == ["1", "1"]
+    assert result.alive == []
+
+
+def test_a_failure_beside_a_paused_rank_is_a_failure_of_the_run(results: Results) -> None:
+    result = results(_pause_and_fail)
+    assert result.code == 7 and "rank 0 ended first, with exit code 7: the cause" in result.errors
+    assert result.alive == []
+
+
 def test_ranks_that_do_not_end_within_the_grace_time_are_killed(results: Results) -> None:
     result = results(_exceed_grace)
     assert result.code == 128 + signal.SIGKILL
@@ -237,7 +270,9 @@ def test_the_first_failure_is_the_cause_and_not_its_consequence() -> None:
     killed = ExitRecord(1, 137, "killed", time_ns=9, signum=9)
     told = ExitRecord(2, 143, "told to end", time_ns=1, signum=15, ended_by_launcher=True)
     fine = ExitRecord(3, 0, "", time_ns=0)
+    paused = ExitRecord(4, 75, "", time_ns=2)
     assert first_failure([lost, killed, told, fine]) is killed
     assert first_failure([lost, told, fine]) is lost
     assert first_failure([told, fine]) is told
-    assert first_failure([fine]) is None
+    assert first_failure([paused, lost]) is lost
+    assert first_failure([fine, paused]) is None

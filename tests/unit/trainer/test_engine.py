@@ -174,7 +174,7 @@ def test_evaluation_sums_over_all_rows_and_leaves_the_shards_as_they_were(
     before = weights_of(model)
     sums = engine.evaluate(micro_batches(ROWS, process, 1))
     assert sums["ce_tokens"] == 8.0 and difference(weights_of(model), before) == 0.0
-    trained = engine.forward_backward(micro_batches(ROWS, process, 1), {"ce": 1.0})
+    trained = engine.forward_backward(micro_batches(ROWS, process, 1), {"ce": 1.0}, lr_factor=None)
     assert sums["loss"] == pytest.approx(trained["loss"], rel=1e-6)
     engine.discard()
     train(engine, process, [step_batch(ROWS, process)])
@@ -189,11 +189,11 @@ def test_a_discarded_gradient_leaves_no_trace(tiny_llama: Path, process: Process
     model = build_sharded(tiny_llama, process)
     engine = build_engine(model, process)
     parts = micro_batches(ROWS, process, 2)
-    engine.forward_backward(parts, {"ce": 8.0})
+    engine.forward_backward(parts, {"ce": 8.0}, lr_factor=None)
     norm = engine.grad_norm()
     engine.discard()
     assert engine.grad_norm() == 0.0
-    engine.forward_backward(parts, {"ce": 8.0})
+    engine.forward_backward(parts, {"ce": 8.0}, lr_factor=None)
     assert engine.grad_norm() == norm
 
 
@@ -221,7 +221,8 @@ def train_compiled(folder: str) -> tuple[list[float], list[float], list[int], in
             part = build_micro_batch([documents(step), documents(step + 100)], pad_to=32, components=["ce"])
             results = []
             for engine in (compiled, eager):
-                loss = engine.forward_backward([part], {"ce": float(part.count_trainable("ce"))})["loss"]
+                counts = {"ce": float(part.count_trainable("ce"))}
+                loss = engine.forward_backward([part], counts, lr_factor=None)["loss"]
                 results.append((loss, engine.grad_norm()))
                 engine.discard()
             losses.append(results[0][0] - results[1][0])
@@ -244,7 +245,9 @@ def test_compiled_blocks_give_the_loss_of_eager_ones_and_no_row_compiles_them_ag
 def test_every_row_of_a_step_counts_whatever_its_length(tiny_llama: Path, process: Process) -> None:
     engine = build_engine(build_sharded(tiny_llama, process), process)
     batch = StepBatch([build_micro_batch([row]) for row in ROWS], 3, 0.0)
-    together = engine.forward_backward(batch.micro_batches, {"ce": 8.0})["loss"]
+    together = engine.forward_backward(batch.micro_batches, {"ce": 8.0}, lr_factor=None)["loss"]
     engine.discard()
-    apart = [engine.forward_backward([part], {"ce": 8.0})["loss"] for part in batch.micro_batches]
+    apart = [
+        engine.forward_backward([part], {"ce": 8.0}, lr_factor=None)["loss"] for part in batch.micro_batches
+    ]
     assert together == pytest.approx(sum(apart), rel=1e-6)

@@ -13,7 +13,8 @@ from contract.batch import MicroBatch, StepBatch, build_micro_batch
 from contract.errors import CheckpointError, NonFiniteError
 from tests.support.engine import ListSource, rank_process, sample
 from tests.support.ranks import run_ranks
-from trainer.loop import Loop
+from trainer.loop import Loop, Outcome
+from trainer.parallel.stop import Decision
 from trainer.state import TrainState
 
 
@@ -40,20 +41,20 @@ class FakeProcess:
         return [self.world_size * value for value in values]
 
 
-class FakeStop:
-    """Receives a signal after the n-th question."""
+class FakeRequests:
+    """Answers the n-th question with the n-th decision, and then that the run goes on."""
 
-    def __init__(self, log: list[Any], after: int = 10**6) -> None:
+    def __init__(self, log: list[Any], decisions: Sequence[Decision] = ()) -> None:
         self.log = log
-        self.questions = 0
-        self.after = after
+        self.decisions = list(decisions)
+        self.steps: list[int] = []
 
     def arm(self) -> None:
         self.log.append("arm")
 
-    def agree(self, process: Any) -> int:
-        self.questions += 1
-        return 15 if self.questions > self.after else 0
+    def decide(self, process: Any, step: int) -> Decision:
+        self.steps.append(step)
+        return self.decisions.pop(0) if self.decisions else Decision()
 
 
 class FakeEngine:
@@ -66,12 +67,18 @@ class FakeEngine:
         self.losses = list(losses)
         self.norms = list(norms)
         self.factors: list[float] = []
+        self.announced: list[float | None] = []
         self.denominators: list[dict[str, float]] = []
 
     def forward_backward(
-        self, micro_batches: Sequence[MicroBatch], denominators: Mapping[str, float]
+        self,
+        micro_batches: Sequence[MicroBatch],
+        denominators: Mapping[str, float],
+        *,
+        lr_factor: float | None,
     ) -> dict[str, float]:
         self.log.append("forward_backward")
+        self.announced.append(lr_factor)
         self.denominators.append(dict(denominators))
         return {"loss": self.losses.pop(0) if self.losses else 1.0}
 
@@ -88,26 +95,36 @@ class FakeEngine:
 
 
 class FakeCheckpoint:
-    """Saves every `interval` steps and the last; a step that is saved is not saved again."""
+    """Saves every `interval` steps, when asked, and the last; a step that is saved is not saved again. A save
+    before the last is in flight until someone waits for it.
+    """
 
     def __init__(self, log: list[Any], interval: int | None = None) -> None:
         self.log = log
         self.interval = interval
         self.saved: list[int] = []
+        self.in_flight: int | None = None
         self.error: CheckpointError | None = None
 
-    def raise_if_failed(self) -> None:
-        self.log.append("raise_if_failed")
+    def poll(self, *, wait: bool = False) -> dict[str, float]:
+        self.log.append("await" if wait else "poll")
         if self.error is not None:
             raise self.error
+        return self._take() if wait else {}
 
-    def save_if_due(self, step: int, *, last: bool) -> float | None:
-        self.log.append("save_if_due")
-        due = last or (self.interval is not None and step % self.interval == 0)
+    def save_if_due(self, step: int, *, last: bool = False, now: bool = False) -> dict[str, float] | None:
+        self.log.append("save_last" if last else "save_now" if now else "save_if_due")
+        due = last or now or (self.interval is not None and step % self.interval == 0)
         if not due or step in self.saved:
             return None
         self.saved.append(step)
-        return 0.25
+        values = self._take()
+        self.in_flight = step
+        return {**values, **(self._take() if last else {}), "time/save_ckpt": 0.25}
+
+    def _take(self) -> dict[str, float]:
+        step, self.in_flight = self.in_flight, None
+        return {} if step is None else {"checkpoint/step": float(step)}
 
 
 class FakeHook:
@@ -166,7 +183,7 @@ class Rig:
         losses: Sequence[float] = (),
         norms: Sequence[float] = (),
         interval: int | None = None,
-        signal_after: int = 10**6,
+        decisions: Sequence[Decision] = (),
         on_non_finite: str = "skip",
         state: TrainState | None = None,
         world_size: int = 1,
@@ -177,6 +194,7 @@ class Rig:
         self.checkpoint = FakeCheckpoint(self.log, interval)
         self.reporter = FakeReporter(self.log)
         self.state = state or TrainState()
+        self.requests = FakeRequests(self.log, decisions)
         self.source = LoggingSource(self.log, batches)
         parts: dict[str, Any] = {
             "process": process or FakeProcess(self.log, world_size),
@@ -185,7 +203,7 @@ class Rig:
             "checkpoint": self.checkpoint,
             "hooks": [FakeHook(self.log, "a"), FakeHook(self.log, "b")],
             "reporter": self.reporter,
-            "stop": FakeStop(self.log, signal_after),
+            "requests": self.requests,
             "state": self.state,
             "schedule": lambda n: 1.0 / n,
             "total_steps": total_steps,
@@ -199,10 +217,10 @@ def test_a_step_has_the_order_of_the_design() -> None:
     rig.loop.fit()
     before = ["arm", "a.before_training", "report", "b.before_training", "report"]
     step = [
-        "raise_if_failed", "next_step", "all_sum", "forward_backward", "all_sum", "grad_norm", "update",
+        "poll", "next_step", "all_sum", "forward_backward", "all_sum", "grad_norm", "update",
         "report", "save_if_due", "a.after_step", "report", "b.after_step", "report",
     ]  # fmt: skip
-    end = ["save_if_due", "report", "a.finish", "report", "b.finish", "report"]
+    end = ["await", "save_last", "report", "a.finish", "report", "b.finish", "report"]
     assert rig.log == before + step + end
 
 
@@ -217,7 +235,7 @@ def test_the_metrics_of_a_step_are_global_and_complete() -> None:
     }  # fmt: skip
     assert {name: record[name] for name in expected} == expected
     assert {"time/data", "time/forward_backward", "time/update", "step_seconds"} <= record.keys()
-    assert {"step": 1, "time/save_ckpt": 0.25} in rig.reporter.beside
+    assert {"step": 1, "time/save_ckpt": 0.25, "checkpoint/step": 1.0} in rig.reporter.beside
     assert {"step": 0, "a/before_training": 0.0} in rig.reporter.beside
     assert {"step": 1, "b/finish": 1.0} in rig.reporter.beside
 
@@ -225,7 +243,7 @@ def test_the_metrics_of_a_step_are_global_and_complete() -> None:
 def test_a_run_ends_at_the_last_step_and_saves_it_once() -> None:
     rig = Rig([batch()] * 9, total_steps=4, interval=2)
     outcome = rig.loop.fit()
-    assert (outcome.signum, outcome.steps_done, rig.state.step) == (0, 4, 4)
+    assert (outcome, outcome.exit_code, rig.state.step) == (Outcome(4), 0, 4)
     assert rig.checkpoint.saved == [2, 4]
     assert rig.engine.factors == [1.0, 1 / 2, 1 / 3, 1 / 4]
 
@@ -233,7 +251,7 @@ def test_a_run_ends_at_the_last_step_and_saves_it_once() -> None:
 def test_a_run_ends_when_all_ranks_are_out_of_data() -> None:
     rig = Rig([batch(), batch()], interval=None)
     outcome = rig.loop.fit()
-    assert (outcome.signum, outcome.steps_done) == (0, 2)
+    assert outcome == Outcome(2)
     assert rig.checkpoint.saved == [2] and rig.log[-4:] == ["a.finish", "report", "b.finish", "report"]
 
 
@@ -256,8 +274,8 @@ def test_data_that_ends_on_one_rank_only_stops_all_before_anything_is_computed()
 def test_a_complete_run_that_is_resumed_trains_and_saves_nothing(step: int) -> None:
     rig = Rig([batch()] * 9, total_steps=4, state=TrainState(step=step, schedule_step=step))
     outcome = rig.loop.fit()
-    assert (outcome.signum, outcome.steps_done, rig.state.step) == (0, 0, step)
-    assert "a.before_training" not in rig.log and "next_step" not in rig.log and "save_if_due" not in rig.log
+    assert (outcome, rig.state.step, rig.checkpoint.saved) == (Outcome(0), step, [])
+    assert "a.before_training" not in rig.log and "next_step" not in rig.log
     assert "a.finish" in rig.log  # an export that the last attempt did not come to
 
 
@@ -270,12 +288,50 @@ def test_a_resumed_run_goes_on_with_counters_and_schedule() -> None:
 
 
 @pytest.mark.parametrize("steps_before", [0, 1, 3])
-def test_a_signal_saves_once_after_the_step_and_leaves_out_the_end(steps_before: int) -> None:
-    rig = Rig([batch()] * 9, total_steps=9, interval=3, signal_after=steps_before)
+@pytest.mark.parametrize(("ending", "signum", "code"), [("SIGTERM", 15, 143), ("`ckpt pause`", 0, 75)])
+def test_a_request_to_end_saves_once_after_the_step_and_leaves_out_the_end(
+    steps_before: int, ending: str, signum: int, code: int
+) -> None:
+    # Two questions come before the first step: before and after what precedes training.
+    decisions = [Decision()] * (2 + steps_before - 1) + [Decision(ending, signum)]
+    rig = Rig([batch()] * 9, total_steps=9, interval=3, decisions=decisions)
     outcome = rig.loop.fit()
-    assert (outcome.signum, outcome.steps_done, rig.state.step) == (15, steps_before, steps_before)
+    assert (outcome, outcome.exit_code) == (Outcome(steps_before, ending, signum), code)
+    assert rig.state.step == steps_before
     assert rig.checkpoint.saved == ([steps_before] if steps_before else [])
-    assert "a.finish" not in rig.log
+    assert "a.before_training" in rig.log and "a.finish" not in rig.log
+
+
+def test_a_request_that_came_during_start_up_acts_before_anything_precedes_training() -> None:
+    rig = Rig([batch()] * 9, decisions=[Decision("SIGUSR1")])
+    assert rig.loop.fit() == Outcome(0, "SIGUSR1")
+    assert rig.log == ["arm"]
+
+
+def test_the_save_in_flight_is_awaited_and_reported_before_the_last_save() -> None:
+    rig = Rig([batch()] * 9, total_steps=5, interval=4)
+    rig.loop.fit()
+    assert rig.log[-8:-4] == ["await", "report", "save_last", "report"]
+    steps = [record["checkpoint/step"] for record in rig.reporter.beside if "checkpoint/step" in record]
+    assert steps == [4.0, 5.0]
+
+
+def test_a_save_that_is_in_flight_at_the_end_is_reported_though_there_is_nothing_more_to_save() -> None:
+    rig = Rig([batch()] * 9, total_steps=4, interval=4)
+    rig.loop.fit()
+    assert rig.checkpoint.saved == [4]
+    steps = [record["checkpoint/step"] for record in rig.reporter.beside if "checkpoint/step" in record]
+    assert steps == [4.0]
+
+
+def test_save_now_saves_after_the_step_and_the_run_goes_on() -> None:
+    decisions = [Decision()] * 3 + [Decision(save=True)]
+    rig = Rig([batch()] * 9, total_steps=4, decisions=decisions)
+    assert rig.loop.fit() == Outcome(4)
+    assert rig.checkpoint.saved == [2, 4]
+    now = rig.log.index("save_now")
+    assert rig.log[now - 2 : now + 3] == ["b.after_step", "report", "save_now", "report", "poll"]
+    assert rig.requests.steps == [0, 0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
@@ -296,7 +352,7 @@ def test_a_loss_or_gradient_that_is_not_finite_skips_the_update_and_not_the_batc
 
 def test_a_loss_that_is_not_finite_stops_the_run_if_it_is_told_to() -> None:
     rig = Rig([batch()] * 3, losses=[1.0, math.nan], on_non_finite="stop", interval=1)
-    with pytest.raises(NonFiniteError, match=r"step 2: loss nan .* no weight was changed"):
+    with pytest.raises(NonFiniteError, match=r"step 2: loss nan .* nothing of this update is saved"):
         rig.loop.fit()
     assert rig.engine.factors == [1.0] and rig.checkpoint.saved == [1] and rig.state.step == 1
     assert rig.log[-1] == "discard"
@@ -310,6 +366,7 @@ def test_a_batch_without_any_trained_token_is_counted_and_changes_nothing(
         rig.loop.fit()
     assert rig.engine.denominators[0] == {"ce": 1.0}  # nothing to divide, and nothing divided by 0
     assert rig.engine.factors == [1.0] and rig.log.count("discard") == 1
+    assert rig.engine.announced == [None, 1.0]  # no optimizer may begin an update that never comes
     assert (rig.state.step, rig.state.num_skipped, rig.state.schedule_step) == (2, 1, 1)
     assert "step 1: no token of its 1 samples carries loss; update skipped" in caplog.text
 

@@ -187,7 +187,7 @@ def gradient_of(folder: str, rows: Sequence[Sequence[Sample]], process: Process,
     batch = step_batch(rows, process, size)
     local = [float(sum(item.count_trainable("ce") for item in batch.micro_batches))]
     count = process.all_sum(local)[0]
-    sums = engine.forward_backward(batch.micro_batches, {"ce": count})
+    sums = engine.forward_backward(batch.micro_batches, {"ce": count}, lr_factor=None)
     return process.all_sum([sums["loss"]])[0], engine.grad_norm(), gradients_of(model)
 
 

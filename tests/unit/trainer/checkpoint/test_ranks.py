@@ -123,6 +123,7 @@ def fail_on_rank_1(root: str, kind: str) -> str:
             weight.to_local()[0, 0] = float("nan")
     try:
         manager.save(2)
+        manager.wait()
     except CheckpointError as error:
         return str(error)
     finally:
@@ -146,8 +147,8 @@ def test_a_write_that_fails_on_one_rank_is_raised_on_all_and_leaves_nothing_behi
 
 def test_a_weight_that_is_not_finite_on_one_rank_stops_the_save_on_all(tmp_path: Path) -> None:
     first, second = run_ranks(fail_on_rank_1, 2, str(tmp_path), "nan", timeout=60)
-    assert first == second
-    assert "rank 1: 1 weights hold NaN or infinity, the first is w" in first
+    assert first.startswith(second.removesuffix(")"))
+    assert "rank 1: the weight w holds NaN or infinity" in first
     assert [entry.path.name for entry in scan(tmp_path / "checkpoints")] == ["step_1"]
 
 

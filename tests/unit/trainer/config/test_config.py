@@ -42,6 +42,10 @@ def build(**changes: Any) -> SFTConfig:
         ),
         ({"resume": {}, "clean": True}, "clean deletes the run that resume would go on from"),
         (
+            {"model": {"name": "some/model", "offload": "full"}, "optimizer": {"type": "muon"}},
+            "model.offload = 'full' updates weights on the host, piece by piece, but optimizer.type = 'muon'",
+        ),
+        (
             {"data": FAKE, "validation": {"path": "rows.jsonl"}},
             "validation reads conversations, but data.type is 'fake'",
         ),
@@ -52,6 +56,14 @@ def build(**changes: Any) -> SFTConfig:
         (
             {"ckpt": {"keep_interval": 100}},
             "ckpt.keep_interval = 100 exempts steps from pruning, but nothing is pruned without ckpt",
+        ),
+        (
+            {"ckpt": {"url": "ftp://host/runs"}},
+            "ckpt.url: 'ftp://host/runs' names no object store; valid are URLs that begin with one of s3://",
+        ),
+        (
+            {"resume": {"dir": "s3:///step_4"}},
+            "resume.dir: 's3:///step_4' names no bucket",
         ),
         (
             {"resume": {"step": 4, "dir": "other/step_4"}},

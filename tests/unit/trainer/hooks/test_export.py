@@ -22,7 +22,8 @@ def hook_over(folder: Path, source: Path, process: Any, interval: int | None) ->
     model = build_sharded(source, process)
     config = ModelConfig(name=str(source))
     tokenizer = load_tokenizer(config, resolve_model(config))
-    return ExportHook(ExportConfig(interval=interval), process, folder, source, model, tokenizer), model
+    export = ExportConfig(interval=interval)
+    return ExportHook(export, process, folder, source, model.logical_state, tokenizer), model
 
 
 def export_on_ranks(folder: str, source: str) -> tuple[list[Any], Any]:

@@ -22,14 +22,14 @@ from trainer.hooks.housekeeping import GarbageHook, ProfileHook
 from trainer.hooks.sample import Prompt, SampleHook
 from trainer.hooks.validate import ValidateHook
 from trainer.parallel.process import Process
-from trainer.parallel.stop import StopRequest
+from trainer.parallel.stop import Requests
 from trainer.state import TrainState
 
 
 class Rows:
     """Held-out rows; `stop` receives a signal while the second one is read."""
 
-    def __init__(self, rows: Sequence[MicroBatch], stop: StopRequest | None = None) -> None:
+    def __init__(self, rows: Sequence[MicroBatch], stop: Requests | None = None) -> None:
         self.rows = rows
         self.stop = stop
         self.num_read = 0
@@ -50,7 +50,7 @@ def validate(process: Process, folder: str) -> tuple[Mapping[str, float], float]
     model = build_sharded(folder, process)
     engine = build_engine(model, process)
     hook = ValidateHook(
-        Rows(micro_batches(ROWS, process, 1)), engine, process, StopRequest(), interval=2, at_start=True
+        Rows(micro_batches(ROWS, process, 1)), engine, process, Requests(), interval=2, at_start=True
     )
     told = hook.before_training(TrainState())
     sums = engine.evaluate([build_micro_batch([row]) for row in ROWS])
@@ -85,7 +85,7 @@ class CountingEngine:
         return {"loss": 3.0 * count, "ce_tokens": 2.0 * count}
 
 
-def validating(process: Process, rows: Rows, stop: StopRequest, **settings: Any) -> tuple[ValidateHook, Any]:
+def validating(process: Process, rows: Rows, stop: Requests, **settings: Any) -> tuple[ValidateHook, Any]:
     engine = CountingEngine()
     hook = ValidateHook(rows, cast(Engine, engine), process, stop, **settings)
     return hook, engine
@@ -93,24 +93,24 @@ def validating(process: Process, rows: Rows, stop: StopRequest, **settings: Any)
 
 def test_validation_comes_at_the_start_every_interval_and_once_at_the_end(process: Process) -> None:
     rows = Rows([build_micro_batch([row]) for row in ROWS])
-    hook, engine = validating(process, rows, StopRequest(), interval=2, at_start=True)
+    hook, engine = validating(process, rows, Requests(), interval=2, at_start=True)
     assert hook.before_training(TrainState())["validation/loss"] == 1.5
     told = [bool(hook.after_step(TrainState(step=step))) for step in (1, 2, 3)]
     assert told == [False, True, False]
     assert hook.finish(TrainState(step=3)) and engine.num_evaluations == 3
     hook.after_step(TrainState(step=4))
     assert hook.finish(TrainState(step=4)) == {} and engine.num_evaluations == 4
-    late, _ = validating(process, rows, StopRequest(), interval=2, at_start=False)
+    late, _ = validating(process, rows, Requests(), interval=2, at_start=False)
     assert late.before_training(TrainState()) == {}
 
 
 def test_rows_without_any_trained_token_have_no_mean(process: Process) -> None:
-    hook, _ = validating(process, Rows([]), StopRequest(), interval=1, at_start=True)
+    hook, _ = validating(process, Rows([]), Requests(), interval=1, at_start=True)
     assert math.isnan(hook.before_training(TrainState())["validation/loss"])
 
 
 def test_a_signal_ends_a_validation_after_the_row_and_reports_no_part_of_it(process: Process) -> None:
-    stop = StopRequest()
+    stop = Requests()
     rows = Rows([build_micro_batch([row]) for row in ROWS], stop)
     hook, _ = validating(process, rows, stop, interval=1, at_start=True)
     assert hook.after_step(TrainState(step=1)) == {}

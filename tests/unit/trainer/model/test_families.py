@@ -97,7 +97,7 @@ def test_loss_and_gradient_norm_are_those_of_the_model_itself(
     batch = step_batch([[sample(FIRST, 3), sample(SECOND, 1)]], process)
     assert batch.micro_batches[0].position_ids.tolist() == [*range(len(FIRST)), *range(len(SECOND))]
     assert batch.micro_batches[0].count_trainable("ce") == num_tokens  # none across the join
-    sums = engine.forward_backward(batch.micro_batches, {"ce": float(num_tokens)})
+    sums = engine.forward_backward(batch.micro_batches, {"ce": float(num_tokens)}, lr_factor=None)
     assert sums["loss"] == pytest.approx(expected.item(), abs=1e-5)
     assert engine.grad_norm() == pytest.approx(norm, rel=1e-5)
 

@@ -1,92 +1,44 @@
-"""State of optimizers that is saved, loaded into a new one, and goes on bit for bit."""
+"""What optimizers of every mode promise: state is saved, loaded into a new one, and goes on bit for bit."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from contract.errors import CheckpointError
 from tests.support.engine import whole
 from tests.support.ranks import run_ranks
+from tests.unit.trainer.optimizer.cases import (
+    CONFIGS,
+    MODES,
+    SHAPES,
+    UNUSED,
+    Mode,
+    build,
+    copy_of,
+    parameters,
+    reload,
+    update,
+)
 from trainer.config.optimizer import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig, SignSGDConfig
-from trainer.optimizer.factory import build_optimizer
-from trainer.optimizer.resident import ResidentOptimizer
 
-CONFIGS: list[OptimizerConfig] = [
-    AdamWConfig(lr=0.1, weight_decay=0.1),
-    SGDConfig(lr=0.1, momentum=0.9, nesterov=True),
-    SignSGDConfig(lr=0.1),
-    MuonConfig(lr=0.1),
-]
-# The norm's only element is on rank 0: the group without decay is empty on rank 1.
-SHAPES = {"embed.weight": (5, 4), "layers.0.proj.weight": (6, 4), "layers.0.norm.weight": (1,)}
-UNUSED = "layers.0.unused.weight"
+in_every_mode = pytest.mark.parametrize("mode", MODES)
 
 
-def random_tensor(seed: int, shape: tuple[int, ...]) -> torch.Tensor:
-    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return tensor
-    return distribute_tensor(tensor, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
-
-
-def parameters() -> dict[str, nn.Parameter]:
-    shapes = {**SHAPES, UNUSED: (4, 4)}
-    return {
-        name: nn.Parameter(random_tensor(index, shape)) for index, (name, shape) in enumerate(shapes.items())
-    }
-
-
-def build(config: OptimizerConfig, named: Mapping[str, nn.Parameter]) -> ResidentOptimizer:
-    return build_optimizer(config, named, block_parameters=[name for name in named if "layers" in name])
-
-
-def update(named: Mapping[str, nn.Parameter], optimizer: ResidentOptimizer, steps: range) -> None:
-    for step in steps:
-        for index, (name, shape) in enumerate(SHAPES.items()):
-            named[name].grad = random_tensor(1000 * (step + 1) + index, shape)
-        optimizer.step(1.0 / (step + 1))
-        optimizer.zero_grad()
-
-
-def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone()
-
-
-def reload(
-    config: OptimizerConfig, named: dict[str, nn.Parameter], source: ResidentOptimizer
-) -> ResidentOptimizer:
-    """A new optimizer with the state of `source`, as a checkpoint would carry it."""
-    saved = {name: copy_of(item) for name, item in source.tensors().items()}
-    values = json.loads(json.dumps(source.values()))
-    optimizer = build(config, named)
-    for name, item in optimizer.tensors_to_load(saved.keys()).items():
-        assert item.shape == saved[name].shape
-        assert isinstance(item, DTensor) == isinstance(saved[name], DTensor)
-        item.copy_(saved[name])
-    optimizer.loaded(values)
-    return optimizer
-
-
-def go_on(config: OptimizerConfig) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+def go_on(config: OptimizerConfig, mode: Mode) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """Weights after four updates in one go, and with a reload in the middle; names of the state."""
     named = parameters()
-    optimizer = build(config, named)
+    optimizer = build(config, named, mode)
     update(named, optimizer, range(4))
     again = parameters()
-    first = build(config, again)
+    first = build(config, again, mode)
     update(again, first, range(2))
     moved = {name: nn.Parameter(copy_of(item)) for name, item in again.items()}
-    second = reload(config, moved, first)
+    second = reload(config, moved, first, mode)
     update(moved, second, range(2, 4))
     assert optimizer.values() == second.values()
     return (
@@ -104,27 +56,30 @@ def check_equal(result: tuple[dict[str, Any], dict[str, Any], list[str]]) -> Non
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.type)
-def test_a_reloaded_optimizer_goes_on_bit_for_bit(config: OptimizerConfig) -> None:
-    check_equal(go_on(config))
+@in_every_mode
+def test_a_reloaded_optimizer_goes_on_bit_for_bit(config: OptimizerConfig, mode: Mode) -> None:
+    check_equal(go_on(config, mode))
 
 
-def go_on_with_all() -> list[tuple[dict[str, Any], dict[str, Any], list[str]]]:
-    return [go_on(config) for config in CONFIGS]
+def go_on_with_all(mode: Mode) -> list[tuple[dict[str, Any], dict[str, Any], list[str]]]:
+    return [go_on(config, mode) for config in CONFIGS]
 
 
-def test_sharded_state_goes_on_bit_for_bit_and_updates_equal_those_of_one_rank() -> None:
-    for of_rank in run_ranks(go_on_with_all, 2):
+@in_every_mode
+def test_sharded_state_goes_on_bit_for_bit_and_updates_equal_those_of_one_rank(mode: Mode) -> None:
+    for of_rank in run_ranks(go_on_with_all, 2, mode):
         for config, result in zip(CONFIGS, of_rank, strict=True):
             check_equal(result)
-            for name, item in go_on(config)[0].items():
+            for name, item in go_on(config, mode)[0].items():
                 # Muon's iteration multiplies bfloat16 matrices, whose sums a split orders differently.
                 tolerance = 4e-3 if config.type == "muon" and "proj" in name else 1e-6
                 assert abs(item - result[0][name]).max() <= tolerance, (config.type, name)
 
 
-def test_state_has_the_names_of_parameters() -> None:
+@in_every_mode
+def test_state_has_the_names_of_parameters(mode: Mode) -> None:
     named = parameters()
-    optimizer = build(AdamWConfig(), named)
+    optimizer = build(AdamWConfig(), named, mode)
     assert optimizer.tensors() == {}
     update(named, optimizer, range(1))
     assert set(optimizer.tensors()) == {
@@ -132,20 +87,21 @@ def test_state_has_the_names_of_parameters() -> None:
     }
 
 
-def test_the_options_of_every_group_survive_also_those_changed_while_training() -> None:
+@in_every_mode
+def test_the_options_of_every_group_survive_also_those_changed_while_training(mode: Mode) -> None:
     named = parameters()
     config = AdamWConfig(lr=0.1, weight_decay=0.3, betas=[0.7, 0.8])
-    source = build(config, named)
+    source = build(config, named, mode)
     update(named, source, range(2))
     values = json.loads(json.dumps(source.values()))
     values["groups"]["no_decay"]["options"]["weight_decay"] = 0.25
     values["groups"]["no_decay"]["peak_lr"] = 0.05
-    optimizer = build(config, parameters())
+    optimizer = build(config, parameters(), mode)
     optimizer.loaded(values)
     assert optimizer.values() == values
     assert optimizer.values()["groups"]["decay"]["options"]["lr"] == pytest.approx(0.05)
     assert optimizer.values()["groups"]["decay"]["options"]["betas"] == [0.7, 0.8]
-    optimizer.step(1.0)
+    optimizer.step(1.0, 1.0)
     live = {name: record["options"]["lr"] for name, record in optimizer.values()["groups"].items()}
     assert live == {"decay": 0.1, "no_decay": 0.05}
 
@@ -160,7 +116,7 @@ def test_a_changed_setting_wins_over_the_checkpoint_and_is_said(caplog: pytest.L
         f"optimizer group {group}: lr was 0.1 in the checkpoint; the configuration's 0.2 is used"
         for group in ("decay", "no_decay")
     ]
-    optimizer.step(0.5)
+    optimizer.step(0.5, 1.0)
     assert optimizer.values()["groups"]["decay"]["options"]["lr"] == pytest.approx(0.1)
 
 
@@ -180,13 +136,15 @@ def test_the_state_of_another_optimizer_is_refused(other: OptimizerConfig, named
         build(AdamWConfig(), parameters()).loaded(values)
 
 
-def test_state_of_a_parameter_that_is_not_trained_is_refused() -> None:
+@in_every_mode
+def test_state_of_a_parameter_that_is_not_trained_is_refused(mode: Mode) -> None:
     with pytest.raises(CheckpointError, match=r"optimizer state for 'layers.9.weight'"):
-        build(AdamWConfig(), parameters()).tensors_to_load(["layers.9.weight.exp_avg"])
+        build(AdamWConfig(), parameters(), mode).tensors_to_load(["layers.9.weight.exp_avg"])
 
 
-def test_loading_forgets_the_state_there_was() -> None:
+@in_every_mode
+def test_loading_forgets_the_state_there_was(mode: Mode) -> None:
     named = parameters()
-    optimizer = build(AdamWConfig(), named)
+    optimizer = build(AdamWConfig(), named, mode)
     update(named, optimizer, range(1))
     assert optimizer.tensors_to_load([]) == {} and optimizer.tensors() == {}
