@@ -105,7 +105,7 @@ def build_sft(
     model = _build_model(config, process, files)
     shape = describe(model)
     engine, optimizer = _build_engine(config, process, model)
-    stack.callback(optimizer.close)
+    stack.push(_closing(optimizer))
     _check_sizes(config, model, data.tokenizer)
 
     state, tracker = TrainState(), TrackerPart()
@@ -171,6 +171,22 @@ def _list_parts(
         "data": DataPart(source),
         "tracker": tracker,
     }
+
+
+def _closing(optimizer: Optimizer) -> Callable[[Any, BaseException | None, Any], None]:
+    """An exit callback that closes `optimizer`, and does not hide the error that ends the run behind its
+    own.
+    """
+
+    def close(kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            optimizer.close()
+        except Exception as own:
+            if error is None:
+                raise
+            logger.error("%s", own)
+
+    return close
 
 
 def _plan_resume(config: SFTConfig, process: Process, folder: RunFolder) -> ResumePlan | None:

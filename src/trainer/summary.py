@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
 from contract.layout import RunFolder
 from telemetry.flops import known_peak_tflops
-from telemetry.memory import estimate_activation_memory, estimate_training_memory
+from telemetry.memory import (
+    MemoryEstimate,
+    estimate_activation_memory,
+    estimate_training_memory,
+    format_bytes,
+)
 from trainer.checkpoint.resume import ResumePlan
 from trainer.config import SFTConfig
 from trainer.config.optimizer import AdamWConfig, MuonConfig, SGDConfig
@@ -17,6 +23,12 @@ from trainer.model.source import ModelSource
 from trainer.objective.logprob import LOGITS_BYTES
 from trainer.parallel.process import Process
 from trainer.reporter import Peak
+
+_OFFLOAD_WORDS = {
+    "none": "",
+    "optimizer": ", optimizer on the host",
+    "full": ", both on the host, where the update runs",
+}
 
 Sections = dict[str, Mapping[str, str]]
 
@@ -87,7 +99,8 @@ def _process_rows(config: SFTConfig, process: Process, peak: Peak) -> dict[str, 
         "ranks": f"{process.world_size} (mesh: {replicate} replicas x {process.world_size // replicate} "
         f"shards)",
         "device": f"{process.device.name}, {process.device.backend}",
-        "compute": f"{str(dtype).removeprefix('torch.')}, weights and optimizer float32",
+        "compute": f"{str(dtype).removeprefix('torch.')}, weights and optimizer float32"
+        f"{_OFFLOAD_WORDS[config.model.offload]}",
         "peak for MFU": f"{peak.tflops:.3g} TFLOP/s per rank ({peak.origin})",
     }
 
@@ -124,6 +137,8 @@ def _checkpoint_rows(config: SFTConfig) -> dict[str, str]:
         rows = {"save": f"{every}at the end, {keep}"}
         if config.ckpt.url is not None:
             rows["store"] = config.ckpt.url
+        if config.ckpt.async_save and config.model.offload != "none":
+            rows["save"] += ", behind the training step"
     if config.export is not None:
         every = f"every {config.export.interval} steps and " if config.export.interval else ""
         rows["export"] = f"{every}at the end"
@@ -167,8 +182,25 @@ def _memory_rows(config: SFTConfig, process: Process, shape: ModelShape) -> dict
         compute_bytes=dtype.itemsize,
         activation_bytes=activations,
     )
-    rows = estimate.summary()
+    rows = _split_memory(config, estimate, dtype)
     total = process.device.total_memory_bytes()
     if total is not None:
         rows["device"] = f"{total / 2**30:.1f} GiB"
+    return rows
+
+
+def _split_memory(config: SFTConfig, estimate: MemoryEstimate, compute_dtype: torch.dtype) -> dict[str, str]:
+    """What of the estimate is on the device, and what offload keeps on the host."""
+    if config.model.offload == "none":
+        return estimate.summary()
+    on_host = {"optimizer": estimate.optimizer}
+    left = replace(estimate, optimizer=0)
+    if config.model.offload == "full":
+        on_host |= {"float32 weights": estimate.weights, "gradients": estimate.gradients}
+        # A unit's gradient is on the device until it is reduced, which `gathered` covers.
+        left = replace(left, weights=estimate.weights // 4 * compute_dtype.itemsize, gradients=0)
+    rows = left.summary()
+    rows["on the host"] = f"{format_bytes(sum(on_host.values()))} ({', '.join(on_host)})"
+    if config.ckpt is not None and config.ckpt.async_save and config.model.offload == "optimizer":
+        rows["for a save"] = f"{format_bytes(estimate.weights)} on the host (a copy of the weights)"
     return rows

@@ -64,9 +64,12 @@ class ModelConfig(Settings):
     offload: Offload = Field(
         default="none",
         description="`optimizer` keeps the optimizer's state in host memory and brings it to the device "
-        "for the update; "
-        "`full` also keeps float32 weights and gradients there and updates on the host. The numbers are "
-        "the same.",
+        "for the "
+        "update; `full` also keeps float32 weights and gradients there and updates on the host. The "
+        "numbers are those "
+        "of `none` (with bfloat16 compute on several ranks, `full` rounds the gradient of each micro-batch "
+        "to "
+        "bfloat16).",
     )
     fusions: list[Fusion] = Field(
         default=[],

@@ -2,7 +2,8 @@
 
 Each rank reads only its own slice of every tensor, straight from the safetensors files, also where the files
 hold every expert of a mixture on its own. Models whose names differ in other ways (transformers converts them
-while loading) and random initialisation go through a full copy on the host instead, behind the same interface.
+while loading) and random initialisation go through a full copy on the host instead, behind the same
+interface.
 """
 
 from __future__ import annotations

@@ -175,3 +175,14 @@ def test_pieces_that_overlap_in_part_are_a_defect() -> None:
     slab = torch.zeros(10)
     with pytest.raises(AssertionError, match="overlap"):
         hold_of(slab[:6], slab[5:])
+
+
+def test_the_limit_is_that_of_all_waits_together() -> None:
+    piece = torch.zeros(4)
+    hold = hold_of(piece)
+    hold.statistics.wait_seconds = SECONDS  # waited before, for other pieces
+    writer = threading.Timer(1.0, read, (hold, piece))
+    writer.start()
+    with pytest.raises(CheckpointError, match="did not let the optimizer's state go within 30 s"):
+        hold.wait([piece])
+    writer.join()

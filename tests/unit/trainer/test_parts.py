@@ -93,6 +93,7 @@ def test_the_model_part_holds_every_weight_once_and_persistent_buffers(
     (name,) = [
         name for name in ModelPart(model, Copies()).tensors() if name.endswith("e_score_correction_bias")
     ]
+    assert model.run_state().keys() - model.run_parameters().keys() == {name}
     # What is loaded must reach the model.
     part = ModelPart(model, Copies())
     (piece,) = part.tensors_to_load(part.tensors().keys())[name].pieces

@@ -153,6 +153,7 @@ class FullOffloadOptimizer:
         Raises:
             CheckpointError: the state belongs to another optimizer, or its groups are others.
         """
+        self._state.check_loaded()
         self._update.options.load(values)
 
     def _hand_over(self, name: str) -> Any:

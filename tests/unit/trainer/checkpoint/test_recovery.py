@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -184,7 +185,7 @@ class LateStorage(LocalStorage):
 
 
 def open_late(
-    folder: RunFolder, process: Process, fails_at: int | None = None, **settings: int
+    folder: RunFolder, process: Process, fails_at: int | None = None, **settings: Any
 ) -> tuple[CheckpointManager, LateStorage]:
     config = CheckpointConfig(interval=1, on_failure="warn", **settings)
     storage = LateStorage(folder.checkpoints, fails_at)

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from contract.errors import CheckpointError
 from contract.layout import RunFolder
 from tests.support.ranks import run_ranks
 from tests.support.resume import planned
@@ -201,3 +202,22 @@ def free_names(root: str) -> list[str]:
 def test_a_rank_lets_go_at_once_of_the_replicas_that_another_rank_writes(tmp_path: Path) -> None:
     found = run_ranks(free_names, 2, str(tmp_path))
     assert sorted(found) == [["a"], ["b"]]
+
+
+@pytest.mark.parametrize("name", ["weight", "bound"])
+def test_a_buffer_of_the_model_may_hold_infinity_and_a_parameter_may_not(tmp_path: Path, name: str) -> None:
+    tensors = {"weight": torch.ones(3), "bound": torch.ones(3)}
+    tensors[name][1] = float("inf")
+    folder = RunFolder(tmp_path)
+    with single_process() as process:
+        manager = CheckpointManager(
+            CheckpointConfig(), folder, process, {"model": FakePart(tensors)}, {}, model_buffers={"bound"}
+        )
+        manager.save(1)
+        if name == "weight":
+            with pytest.raises(CheckpointError, match="the weight weight holds NaN or infinity"):
+                manager.wait()
+        else:
+            manager.wait()
+            saved = read_tensors(folder.checkpoints / "step_1", "model")
+            assert torch.equal(saved["bound"], tensors["bound"])

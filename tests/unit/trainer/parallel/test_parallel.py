@@ -103,3 +103,25 @@ def open_and_close() -> tuple[tuple[int, int, bool, float], bool, bool]:
 def test_a_process_alone_needs_no_launcher_and_its_group_is_closed_on_every_end() -> None:
     summary, was_open, is_open = in_new_process(open_and_close)
     assert summary == (0, 1, True, 5.0) and was_open and not is_open
+
+
+def limit_of(group: dist.ProcessGroup) -> float:
+    """Seconds that a collective of `group` waits for a peer."""
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+def limits_of_groups(write_timeout_seconds: float | None) -> list[float]:
+    with open_process(
+        "cpu", num_threads=1, timeout_seconds=5, write_timeout_seconds=write_timeout_seconds
+    ) as process:
+        before = process.background_group
+        found = [limit_of(process.control_group), limit_of(before)]
+        process.renew_background_group()
+        assert process.background_group is not before
+        dist.barrier(group=process.background_group)
+        return [*found, limit_of(process.background_group)]
+
+
+def test_a_collective_of_a_write_waits_twice_as_long_as_a_write_may_take_also_in_a_new_group() -> None:
+    assert in_new_process(limits_of_groups, 40.0) == [5.0, 80.0, 80.0]
+    assert in_new_process(limits_of_groups, None) == [5.0, 10.0, 10.0]
