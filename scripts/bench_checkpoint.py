@@ -2,8 +2,8 @@
 
 For every mode of `model.offload` the configuration is trained twice, with synchronous and with asynchronous
 saves (with `none` there are only synchronous ones), as the command `sft` would. Before and after each run the
-bytes of one checkpoint are written to the same disk by a plain loop with fsync. Medians over the saves, from the
-metrics of the runs:
+bytes of one checkpoint are written to the same disk by a plain loop with fsync. Medians over the saves, from
+the metrics of the runs:
 
     sync        seconds that a step waits for a synchronous save
     blocked     seconds that a step waits for an asynchronous save to begin
@@ -30,6 +30,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -64,7 +65,7 @@ class Result:
     step_seconds: float
     slower_seconds: float | None
     hold_seconds: float | None
-    extra_bytes: float | None
+    highest_bytes: float
     plain_rates: tuple[float, float]
     """MB/s of the plain loop before and after."""
 
@@ -143,9 +144,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 def measure(arguments: argparse.Namespace, place: Path, mode: str, is_async: bool) -> Result:
     """Run one mode; the folder of the run is gone afterwards."""
-    flags = ["--output-dir", str(place), "--run-name", "run", "--clean", "--model.offload", mode]
+    name = f"{mode}-{'asynchronous' if is_async else 'synchronous'}"
+    flags = ["--output-dir", str(place), "--run-name", name, "--model.offload", mode]
     flags.append("--ckpt.async-save" if is_async else "--no-ckpt.async-save")
-    folder = RunFolder(place / "run")
+    folder = RunFolder(place / name)
     attempt = folder.logs / "attempt_1"
     log = place / "output.log"
     size_path = place / "size.json"
@@ -158,19 +160,19 @@ def measure(arguments: argparse.Namespace, place: Path, mode: str, is_async: boo
         raise SystemExit(f"the run ended with exit code {code}")
     records = read_metrics(folder.metrics)
     lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
-    first_save = next(line["time"] - line["time/save_ckpt"] for line in lines if "time/save_ckpt" in line)
     num_bytes = _values(records, "checkpoint/bytes")[0]
     size_path.write_text(json.dumps(num_bytes))
     after = plain_rate(place, num_bytes)
-    extra = memory.highest(first_save, math.inf) - memory.highest(lines[0]["time"], first_save)
-    return evaluate(mode, is_async, records, float(extra), (before or after, after))
+    highest = memory.highest(lines[0]["time"], math.inf)
+    shutil.rmtree(folder.root)
+    return evaluate(mode, is_async, records, float(highest), (before or after, after))
 
 
 def evaluate(
     mode: str,
     is_async: bool,
     records: list[dict[str, Any]],
-    extra_bytes: float,
+    highest_bytes: float,
     plain_rates: tuple[float, float],
 ) -> Result:
     """The figures of one run from its metrics. The first two steps warm up; the last save is awaited."""
@@ -193,7 +195,7 @@ def evaluate(
         step_seconds=step_seconds,
         slower_seconds=statistics.median(steps[step] - step_seconds for step in behind) if is_async else None,
         hold_seconds=statistics.median(_values(records, "checkpoint/hold_seconds")) if is_async else None,
-        extra_bytes=extra_bytes if is_async else None,
+        highest_bytes=highest_bytes,
         plain_rates=plain_rates,
     )
 
@@ -241,7 +243,7 @@ def show(results: Sequence[Result], arguments: argparse.Namespace) -> None:
         row += [_number(behind.blocked_seconds) if behind else "", f"{shown.write_seconds:.2f}"]
         row += [f"{shown.rate:.0f}", f"{plain:.0f}"]
         row += [_number(behind.hold_seconds), _number(behind.slower_seconds)] if behind else ["", ""]
-        row.append(f"{(behind.extra_bytes or 0) / 1e9:.2f}" if behind else "")
+        row.append(f"{(behind.highest_bytes - sync.highest_bytes) / 1e9:.2f}" if behind else "")
         table.add_row(*row)
         if behind is not None:
             ratios.append(_ratios(mode, sync, behind, plain))
@@ -264,7 +266,7 @@ def _ratios(mode: str, sync: Result, behind: Result, plain: float) -> dict[str, 
         "blocked / synchronous save": behind.blocked_seconds / sync.blocked_seconds,
         "hold / write": behind.hold_seconds / behind.write_seconds,
         "slower / write": behind.slower_seconds / behind.write_seconds,
-        "memory / weights": (behind.extra_bytes or 0) / weight_bytes,
+        "memory / weights": (behind.highest_bytes - sync.highest_bytes) / weight_bytes,
         "write / plain rate": behind.rate / plain,
     }
 

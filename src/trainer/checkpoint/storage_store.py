@@ -21,7 +21,7 @@ from contract import commit
 from contract.errors import CheckpointError
 from contract.record import CommitRecord, FileRecord, StepEntry, format_checksum
 from contract.store import PART_BYTES, StoreFolder, store_errors
-from trainer.checkpoint.tensor_writer import TensorWriter
+from trainer.checkpoint.tensor_writer import TensorWriter, WritableFile
 
 _SLICE_BYTES = 4 << 20
 _PROBE = "write_test"
@@ -119,13 +119,13 @@ class StoreFiles(FileSystemBase):
         self.names: FileSystemBase = self
 
     @contextmanager
-    def create(self, path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    def create(self, path: str | os.PathLike[str]) -> Iterator[WritableFile]:
         """See `Files`."""
         url, filesystem = os.fspath(path), self._folder.filesystem
         with store_errors(url):
             file: Any = filesystem.open(url, "wb", block_size=self._part_bytes)
             try:
-                yield cast("BinaryIO", _Slices(file))
+                yield _Slices(file)
                 file.close()
             except BaseException:
                 _abandon(file)

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import IO, BinaryIO, Protocol, cast
+from typing import IO, Protocol, cast
 
 import torch
 import xxhash
@@ -27,9 +27,18 @@ from torch.futures import Future
 
 from contract.errors import CheckpointError
 from contract.record import FileRecord, format_checksum
+from trainer.checkpoint.direct import open_direct
 from trainer.checkpoint.tensors import EntrySavePlanner
 
 _BUFFER_BYTES = 1 << 20
+
+
+class WritableFile(Protocol):
+    """What a tensor file needs of a file."""
+
+    def write(self, data: memoryview, /) -> int:
+        """Take all of `data`; it may change as soon as this returns."""
+        ...
 
 
 class Files(Protocol):
@@ -38,12 +47,8 @@ class Files(Protocol):
     names: FileSystemBase
     """DCP's own view of the place: paths, existence, renaming."""
 
-    def create(self, path: str | os.PathLike[str]) -> AbstractContextManager[BinaryIO]:
-        """Open a new file for writing; it is durable when the context has been left without an error.
-
-        Its `write` has copied all bytes, or handed them to the system, when it returns: the memory that they
-        came from may change then.
-        """
+    def create(self, path: str | os.PathLike[str]) -> AbstractContextManager[WritableFile]:
+        """Open a new file for writing; it is durable when the context has been left without an error."""
         ...
 
 
@@ -54,8 +59,13 @@ class LocalFiles:
         self.names: FileSystemBase = FileSystem()
 
     @contextmanager
-    def create(self, path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    def create(self, path: str | os.PathLike[str]) -> Iterator[WritableFile]:
         """See `Files`."""
+        direct = open_direct(path)
+        if direct is not None:
+            with direct:
+                yield direct
+            return
         with Path(path).open("wb", buffering=_BUFFER_BYTES) as file:
             yield file
             file.flush()
@@ -192,7 +202,7 @@ class _RecordingFileSystem(FileSystem):
 class _RecordingStream(io.IOBase):
     """A forward-only binary stream over `file`, which its owner closes."""
 
-    def __init__(self, file: BinaryIO, checksums: bool) -> None:
+    def __init__(self, file: WritableFile, checksums: bool) -> None:
         self._file = file
         self._digest = xxhash.xxh3_128() if checksums else None
         self._size = 0

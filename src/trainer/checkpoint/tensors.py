@@ -12,6 +12,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, Metadata
 from torch.distributed.checkpoint.metadata import (
@@ -26,6 +27,7 @@ from contract.errors import CheckpointError
 from trainer.hold import Hold
 from trainer.parallel.layout import LogicalTensor, Piece
 
+_NUMPY_TYPES = (torch.float32, torch.float64)
 _SAME_SIZE_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -171,10 +173,13 @@ def own_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
+    if not tensor.is_floating_point():
+        return True
     # A sum needs no memory, and is finite only if every element is; where it is not, it may have overflowed.
-    return (
-        not tensor.is_floating_point() or bool(tensor.sum().isfinite()) or bool(torch.isfinite(tensor).all())
-    )
+    # numpy's runs on this thread alone, while torch's would take cores from the training step.
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = tensor.numpy().sum() if tensor.dtype in _NUMPY_TYPES else tensor.sum().item()
+    return bool(np.isfinite(total)) or bool(torch.isfinite(tensor).all())
 
 
 def _chunk(piece: Piece) -> ChunkStorageMetadata:

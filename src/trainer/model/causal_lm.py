@@ -48,6 +48,9 @@ class CausalLM(nn.Module):
         self.masters: dict[str, torch.Tensor] = {}
         """This rank's weights in float32 on the host, by run-time name, until whoever updates them has taken
         them over; empty where the parameters are the weights."""
+        self._placements: dict[str, Placement] = {}
+        saved = self.state_dict(keep_vars=True).keys()
+        self._persistent_buffers = {name for name, _ in self.named_buffers() if name in saved}
         head = lm.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise ModelError(
@@ -137,13 +140,18 @@ class CausalLM(nn.Module):
         """
         found = {name.removeprefix(_PREFIX): parameter for name, parameter in self.named_parameters()}
         return {
-            name: ModelParameter(
-                parameter,
-                Placement.of(name, parameter, self.packed.get(name, ())),
-                self.masters.get(name),
-            )
+            name: ModelParameter(parameter, self.placement(name, parameter), self.masters.get(name))
             for name, parameter in found.items()
         }
+
+    def placement(self, name: str, item: torch.Tensor) -> Placement:
+        """Where this rank's shard of `item` lies in the checkpoint; `name` is its run-time name."""
+        known = self._placements.get(name)
+        # Worked out once, as every save asks; sharding changes it.
+        if known is None or known.shape != tuple(item.shape) or known.local_shape != local_part(item).shape:
+            known = Placement.of(name, item, self.packed.get(name, ()))
+            self._placements[name] = known
+        return known
 
     def block_parameters(self) -> set[str]:
         """Names of the parameters inside the decoder blocks."""
@@ -152,9 +160,10 @@ class CausalLM(nn.Module):
 
     def run_state(self) -> dict[str, torch.Tensor]:
         """Parameters and persistent buffers (e.g. the bias of an expert router) as the run holds them."""
-        persistent = self.state_dict(keep_vars=True).keys()
         buffers = {
-            name.removeprefix(_PREFIX): item for name, item in self.named_buffers() if name in persistent
+            name.removeprefix(_PREFIX): item
+            for name, item in self.named_buffers()
+            if name in self._persistent_buffers
         }
         return {**{name: item.parameter for name, item in self.run_parameters().items()}, **buffers}
 
@@ -162,6 +171,5 @@ class CausalLM(nn.Module):
         """This rank's share of parameters and persistent buffers under their Hugging Face names, as views."""
         state: dict[str, LogicalTensor] = {}
         for name, item in self.run_state().items():
-            placement = Placement.of(name, item, self.packed.get(name, ()))
-            state |= placement.logical(local_part(item))
+            state |= self.placement(name, item).logical(local_part(item))
         return state

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from contract.errors import ModelError
 from trainer.model.causal_lm import CausalLM
 from trainer.model.experts import ExpertReader, merge_rules
-from trainer.parallel.layout import LogicalTensor, Placement, local_part
+from trainer.parallel.layout import LogicalTensor, local_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -155,7 +155,7 @@ def materialize(
     needed = {
         region.name: (region.stop - region.start, *tuple(item.shape)[1:]) if item.ndim else ()
         for name, item in model.run_state().items()
-        for region in Placement.of(name, item, model.packed.get(name, ())).regions
+        for region in model.placement(name, item).regions
     }
     absent = sorted(set(needed) - reader.names())
     if absent:
@@ -168,7 +168,7 @@ def materialize(
     state: dict[str, torch.Tensor] = {}
     for name, item in model.run_state().items():
         shard = _allocate(item, device)
-        local, placement = local_part(shard), Placement.of(name, item, model.packed.get(name, ()))
+        local, placement = local_part(shard), model.placement(name, item)
         if keep_masters and isinstance(item, nn.Parameter):
             model.masters[name] = torch.empty(local.shape)
             _fill(reader, placement.logical(model.masters[name]))

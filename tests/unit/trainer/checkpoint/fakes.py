@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from contract.errors import CheckpointError
 from contract.layout import RunFolder
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.storage import COMPONENT, LocalStorage
-from trainer.checkpoint.tensor_writer import LocalFiles, TensorWriter
+from trainer.checkpoint.tensor_writer import LocalFiles, TensorWriter, WritableFile
 from trainer.config.checkpoint import CheckpointConfig
 from trainer.hold import Hold
 from trainer.parallel.device import Device
@@ -123,7 +123,7 @@ class Gate:
 
 
 class _GatedFile:
-    def __init__(self, file: BinaryIO, gate: Gate) -> None:
+    def __init__(self, file: WritableFile, gate: Gate) -> None:
         self._file = file
         self._gate = gate
 
