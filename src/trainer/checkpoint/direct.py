@@ -55,6 +55,7 @@ class DirectFile:
         self._target = np.frombuffer(self._block, np.uint8)
         self._used = 0
         self._size = 0
+        self._is_direct = True
 
     def write(self, data: memoryview) -> int:
         """Take `data`, which may change as soon as this returns.
@@ -90,25 +91,32 @@ class DirectFile:
             self._block.close()
 
     def _finish(self) -> None:
-        if self._used:
-            # Lengths are aligned too: the last block is written longer, and the file cut to its size.
-            self._used = -(-self._used // _ALIGNMENT) * _ALIGNMENT
-            self._write_block()
-            os.ftruncate(self._descriptor, self._size)
+        self._write_block()
+        # A last block that is not aligned was written longer.
+        os.ftruncate(self._descriptor, self._size)
         os.fsync(self._descriptor)
 
     def _write_block(self) -> None:
         start = 0
         while start < self._used:
+            stop = -(-self._used // _ALIGNMENT) * _ALIGNMENT if self._is_direct else self._used
             try:
-                count = os.write(self._descriptor, self._view[start : self._used])
+                count = os.write(self._descriptor, self._view[start:stop])
             except OSError as error:
+                if self._is_direct and error.errno == errno.EINVAL:
+                    # A limit on the size of files left an odd length, or the file system wants larger blocks.
+                    self._leave_direct()
+                    continue
                 error.filename = self._path
                 raise
             start += count
             if count % _ALIGNMENT:
-                # A disk that is nearly full took a part of a block. The rest cannot follow directly; written
-                # the usual way it goes on, or fails with the true reason.
-                flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
-                fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+                # A disk that is nearly full took a part of a block, and the rest cannot follow directly.
+                self._leave_direct()
         self._used = 0
+
+    def _leave_direct(self) -> None:
+        """Write the usual way from here on: it goes on, or fails with the true reason."""
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        self._is_direct = False

@@ -69,13 +69,11 @@ def test_the_quick_answers_import_no_torch(word: str, tmp_path: Path) -> None:
         "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
         "assert not {'torch', 'transformers', 'numpy', 'rich'} & set(sys.modules)"
     )
-    began = time.monotonic()
     subprocess.run(
         [sys.executable, "-c", code, *_FAKE, "--output-dir", str(tmp_path), word],
         check=True,
         capture_output=True,
     )
-    assert time.monotonic() - began < 3
 
 
 def test_configuration_errors_exit_with_2_on_stderr_without_a_traceback(

@@ -161,6 +161,14 @@ class GatedStorage(LocalStorage):
         )
 
 
+def simple_parts() -> dict[str, FakePart]:
+    """A weight on the device, and state on the host."""
+    return {
+        "model": FakePart({"w": torch.ones(40)}),
+        "optimizer": FakePart({"m": torch.ones(40)}, residence="host"),
+    }
+
+
 @contextmanager
 def single_process() -> Iterator[Process]:
     """A group of one in this process, on the CPU."""

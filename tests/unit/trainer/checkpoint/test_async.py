@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,23 +23,11 @@ from tests.unit.trainer.checkpoint.fakes import (
     committed,
     open_async,
     process_of_rank,
-    single_process,
 )
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.reader import read_tensors
 from trainer.config.checkpoint import CheckpointConfig, ResumeConfig
 from trainer.parallel.process import Process
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[Process]:
-    with single_process() as opened:
-        yield opened
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> RunFolder:
-    return RunFolder(tmp_path / "run")
 
 
 def sharded_state() -> tuple[dict[str, FakePart], dict[str, torch.Tensor], torch.Tensor]:

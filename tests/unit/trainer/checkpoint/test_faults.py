@@ -10,11 +10,9 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from contract.commit import verify
 from contract.errors import CheckpointError, NonFiniteError
@@ -22,35 +20,16 @@ from contract.layout import RunFolder
 from tests.support.ranks import run_ranks
 from tests.unit.trainer.checkpoint.fakes import (
     FakeOwner,
-    FakePart,
     Gate,
     committed,
     open_async,
     process_of_rank,
-    single_process,
+    simple_parts,
 )
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.parallel.process import Process
 
 EIO, ENOSPC = OSError(errno.EIO, os.strerror(errno.EIO)), OSError(errno.ENOSPC, "No space left")
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[Process]:
-    with single_process() as opened:
-        yield opened
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> RunFolder:
-    return RunFolder(tmp_path / "run")
-
-
-def simple_parts() -> dict[str, FakePart]:
-    return {
-        "model": FakePart({"w": torch.ones(40)}),
-        "optimizer": FakePart({"m": torch.ones(40)}, residence="host"),
-    }
 
 
 def names(folder: RunFolder) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from contract.commit import inspect_step, scan_superseded
 from contract.errors import CheckpointError
 from contract.layout import RunFolder
 from tests.support.resume import planned
-from tests.unit.trainer.checkpoint.fakes import single_process
 from tests.unit.trainer.checkpoint.test_manager import (
     CONFIG,
     committed,
@@ -26,17 +24,6 @@ from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.storage import LocalStorage
 from trainer.config.checkpoint import CheckpointConfig, ResumeConfig
 from trainer.parallel.process import Process
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[Process]:
-    with single_process() as opened:
-        yield opened
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> RunFolder:
-    return RunFolder(tmp_path / "run")
 
 
 def test_steps_of_this_folder_are_set_aside_and_not_pruned_when_another_run_is_resumed_into_it(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,24 +13,13 @@ from contract.commit import inspect_step, scan, verify
 from contract.errors import CheckpointError
 from contract.layout import RunFolder
 from tests.support.resume import planned
-from tests.unit.trainer.checkpoint.fakes import FakePart, single_process
+from tests.unit.trainer.checkpoint.fakes import FakePart
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.resume import plan_resume
 from trainer.config.checkpoint import CheckpointConfig, ResumeConfig
 from trainer.parallel.process import Process
 
 CONFIG = {"model": {"name": "tiny"}, "optimizer": {"lr": 1e-5}, "resume": None, "clean": False}
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[Process]:
-    with single_process() as opened:
-        yield opened
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> RunFolder:
-    return RunFolder(tmp_path / "run")
 
 
 def make_parts(fill: float = 1.0, **values: Any) -> dict[str, FakePart]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from tests.unit.trainer.checkpoint.fakes import (
     committed,
     open_async,
     process_of_rank,
-    single_process,
+    simple_parts,
 )
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.storage import LocalStorage
@@ -32,24 +31,6 @@ from trainer.parallel.layout import LogicalTensor
 from trainer.parallel.process import Process
 
 SECONDS = 30.0
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[Process]:
-    with single_process() as opened:
-        yield opened
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> RunFolder:
-    return RunFolder(tmp_path / "run")
-
-
-def simple_parts() -> dict[str, FakePart]:
-    return {
-        "model": FakePart({"w": torch.ones(40)}),
-        "optimizer": FakePart({"m": torch.ones(40)}, residence="host"),
-    }
 
 
 def outcome(manager: CheckpointManager) -> dict[str, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from contract.errors import CheckpointError
 from contract.layout import RunFolder
 from contract.store import StoreFolder
 from tests.support.resume import planned
-from tests.unit.trainer.checkpoint.fakes import FakePart, single_process
+from tests.unit.trainer.checkpoint.fakes import FakePart
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.reader import read_tensors
 from trainer.checkpoint.storage import open_storage
@@ -25,12 +24,6 @@ from trainer.config.checkpoint import CheckpointConfig, ResumeConfig
 from trainer.parallel.process import Process
 
 CONFIG: dict[str, Any] = {"seed": 1}
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[Process]:
-    with single_process() as opened:
-        yield opened
 
 
 @pytest.fixture
