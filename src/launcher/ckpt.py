@@ -17,6 +17,7 @@ from contract.commit import inspect_step, remove_step, resolve_step, scan, scan_
 from contract.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, CheckpointError, TailraceError
 from contract.layout import RunFolder
 from contract.record import RECORD_NAME, StepEntry, is_step_name
+from contract.settings.text import NONE
 from contract.store import Folder, StoreFolder, parse_folder
 from launcher import control
 
@@ -290,8 +291,9 @@ def _store_of_run(path: Path) -> StoreFolder | None:
         return None
     except ValueError as error:
         raise CheckpointError(f"{path / 'config' / 'sft.toml'} cannot be read: {error}") from error
-    url = config.get("ckpt", {}).get("url")
-    return None if url is None else RunFolder.of_run(path.parent, config["run_name"], url).store
+    section = config.get("ckpt", NONE)
+    url = NONE if section == NONE else section.get("url", NONE)
+    return None if url == NONE else RunFolder.of_run(path.parent, config["run_name"], url).store
 
 
 def _default_target(path: Folder, entry: StepEntry) -> Path:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from contract.settings.load import load_settings
 from telemetry.format import format_duration
 from telemetry.log import configure_logging, report_error
 from trainer.build import Run, build_sft, run_folder
+from trainer.checkpoint.inflight import is_writing
 from trainer.config import SFTConfig
 from trainer.loop import Outcome
 from trainer.parallel.process import open_process
@@ -32,10 +34,23 @@ logger = logging.getLogger(__name__)
 def run(config_path: Path, attempt_dir: Path) -> int:
     """Train as this rank; the exit code is 0, or that of the error or signal that ended the run.
 
+    Does not return, but ends the process with that code, if it leaves a write behind that was given up.
+
     Args:
         config_path: resolved configuration of the run.
         attempt_dir: `logs/attempt_K` of this launch.
     """
+    code = _run(config_path, attempt_dir)
+    if is_writing():
+        # The interpreter ends such threads in the middle of C++, which aborts the process.
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _run(config_path: Path, attempt_dir: Path) -> int:
     rank = int(os.environ.get("RANK", "0"))
     register_rank(attempt_dir, rank)
     config = load_settings(SFTConfig, ["@", str(config_path)], prog="trainer", description="").settings
@@ -50,7 +65,9 @@ def run(config_path: Path, attempt_dir: Path) -> int:
         record_exit(attempt_dir, rank, code, reason)
 
     def record(error: BaseException) -> None:
-        record_exit(attempt_dir, rank, exit_code_of(error), f"{error}" or type(error).__name__)
+        # A disk that is full may be that of the record too: the error itself is told all the same.
+        with suppress(OSError):
+            record_exit(attempt_dir, rank, exit_code_of(error), f"{error}" or type(error).__name__)
 
     with handle_signals(requests, on_immediate_end, grace_seconds=config.grace_seconds):
         try:

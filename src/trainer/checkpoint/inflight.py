@@ -30,6 +30,14 @@ _GRACE_SECONDS = 30.0
 """When the write has failed on one rank, it ends on the others within moments, or their storage hangs."""
 
 
+_THREAD = "checkpoint-save"
+
+
+def is_writing() -> bool:
+    """Whether a write of this process still runs behind it: one that was given up may run on for long."""
+    return any(thread.name == _THREAD for thread in threading.enumerate())
+
+
 @dataclass(slots=True)
 class _Write:
     step: int
@@ -104,7 +112,7 @@ class InFlight:
 
         if in_background:
             # A daemon: a process that gives a hanging storage up must be able to end.
-            threading.Thread(target=run, name="checkpoint-save", daemon=True).start()
+            threading.Thread(target=run, name=_THREAD, daemon=True).start()
         else:
             run()
         return future

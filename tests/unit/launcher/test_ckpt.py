@@ -13,11 +13,14 @@ import torch
 
 from contract.commit import scan
 from contract.layout import RunFolder
+from contract.settings.dump import to_toml
 from launcher.ckpt import main
 from tests.support.tiny_model import write_tiny_model
 from tests.unit.trainer.checkpoint.fakes import FakePart, single_process
 from trainer.checkpoint.manager import CheckpointManager
+from trainer.config import SFTConfig
 from trainer.config.checkpoint import CheckpointConfig
+from trainer.config.data import FakeDataConfig
 from trainer.config.model import ModelConfig
 from trainer.parallel.process import Process
 
@@ -46,6 +49,18 @@ def damage(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0xFF
     path.write_bytes(content)
+
+
+@pytest.mark.parametrize("ckpt", [CheckpointConfig(), None])
+def test_the_steps_of_a_run_without_a_store_are_found_by_the_configuration_that_it_writes(
+    tmp_path: Path, process: Process, capsys: pytest.CaptureFixture[str], ckpt: CheckpointConfig | None
+) -> None:
+    write_run(tmp_path, process, [9])
+    config = SFTConfig(max_steps=1, model=ModelConfig(name="m"), data=FakeDataConfig(type="fake"), ckpt=ckpt)
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "sft.toml").write_text(to_toml(config, header="of a run"))
+    assert main(["ls", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[0] == "9"
 
 
 @pytest.mark.parametrize("place", ["", "checkpoints"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +73,42 @@ def test_an_error_gives_its_exit_code_and_its_one_message(
     exit_code, record = attempt(tmp_path, write_config(tmp_path, tiny_llama, **sections))
     assert (exit_code, record.code) == (code, code)
     assert message in record.message
+
+
+SLOW_WRITE = """
+import sys
+from pathlib import Path
+import torch
+from trainer.checkpoint.inflight import InFlight
+
+def write():
+    weights = torch.ones(3_000_000)
+    while True:
+        weights.sum()
+
+InFlight(None).start(1, write, None, in_background=True)
+from trainer.cli import run
+sys.exit(run(Path(sys.argv[1]), Path(sys.argv[2])))
+"""
+
+
+def test_a_write_that_was_given_up_and_goes_on_does_not_change_the_exit_code(
+    tmp_path: Path, tiny_llama: Path
+) -> None:
+    config = write_config(tmp_path, tiny_llama, model={"name": "/missing/model"})
+    place = tmp_path / "sft" / "logs" / "attempt_1"
+    place.mkdir(parents=True)
+    words = [sys.executable, "-c", SLOW_WRITE, str(config), str(place)]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2, ended.stderr
+    assert "no such file or folder" in ended.stderr
+    assert "terminate" not in ended.stderr
+
+
+def test_an_error_is_told_though_its_record_cannot_be_written(tmp_path: Path, tiny_llama: Path) -> None:
+    config = write_config(tmp_path, tiny_llama, model={"name": "/missing/model"})
+    place = tmp_path / "sft" / "logs" / "attempt_1"
+    (place / "rank_0.exit.json").mkdir(parents=True)
+    code, _ = in_new_process(run_cli, str(config), str(place), timeout=120)
+    assert code == 2
+    assert "no such file or folder" in (place / "trainer_0.log").read_text()
