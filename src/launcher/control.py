@@ -116,6 +116,8 @@ def _await_answer(folder: RunFolder, request: Request) -> int:
         if reply is not None:
             print(f"ckpt: error: refused: {reply.message}", file=sys.stderr)
             return EXIT_FAILURE
+        if not was_running and request == "pause" and control.read_paused(folder) is not None:
+            return EXIT_OK  # on another's request, who took the answer
         if not was_running:
             _give_up(folder, request)
             return EXIT_FAILURE

@@ -42,9 +42,12 @@ def on_all_ranks(group: dist.ProcessGroup, what: str, action: Callable[[], T]) -
         dist.all_gather_object(everyone, (reasons, result), group=group)
     except RuntimeError as error:
         told = "".join(f"{reason}; " for reason in reasons.values())
-        raise CheckpointError(f"{what}: {told}another rank ended or does not answer ({error})") from (
-            failure or error
-        )
+        # gloo's own text names files and lines of its source; it is in the log, with the traceback.
+        raise CheckpointError(
+            f"{what}: {told}another rank ended, or did not answer within the limit of its group "
+            f"(background writes: "
+            f"twice ckpt.write_timeout_seconds; else deployment.collective_timeout_seconds)"
+        ) from (failure or error)
     for of_rank, _ in everyone:
         reasons = of_rank | reasons
     if reasons:

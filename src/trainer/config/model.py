@@ -108,7 +108,7 @@ class OffloadConfig(Settings):
 
     chunk_mib: float = Field(
         default=256.0,
-        gt=0,
+        ge=0.001,
         description="State moved and updated at once, in MiB; the device holds at most three chunks of it.",
     )
 

@@ -136,7 +136,8 @@ class Requests:
         name = signal.Signals(signum).name
         if not self._is_armed:
             raise Interrupted(f"ended by {name} before training began", signum)
-        logger.warning("%s: finishing the step and saving; a second signal ends the run at once", name)
+        saving = " and saving" if self._can_save else " (this run saves nothing)"
+        logger.warning("%s: finishing the step%s; a second signal ends the run at once", name, saving)
 
     def receive_pause(self, signum: int, frame: FrameType | None) -> None:
         """Handler of SIGUSR1, on the main thread."""

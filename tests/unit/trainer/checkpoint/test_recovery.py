@@ -56,7 +56,7 @@ def save_after_a_lost_group(root: str) -> list[object]:
     future = manager.save(1)
     told: list[object] = [manager.poll(wait=True)]
     if process.is_main:
-        assert "does not answer" in str(future.exception(SECONDS))
+        assert "did not answer" in str(future.exception(SECONDS))
     process.barrier()
     gate.open.set()
     future.exception(SECONDS)
