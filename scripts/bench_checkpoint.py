@@ -1,24 +1,22 @@
 """What checkpoints cost: real runs of a configuration, one per mode, and the disk's own rate, in one go.
 
-For every mode of `model.offload` the configuration is trained twice, with synchronous and with asynchronous
-saves (with `none` there are only synchronous ones), as the command `sft` would. Before and after each run the
-bytes of one checkpoint are written to the same disk by a plain loop with fsync. Medians over the saves, from
-the metrics of the runs:
+For every mode of `model.offload` the configuration is trained twice, as the command `sft` would: with
+synchronous and with asynchronous saves (with `none` there are only synchronous ones). Before and after each
+run the bytes of one checkpoint are written to the same disk by a plain loop with fsync. The figures are
+medians over the saves, from the metrics of the runs:
 
-    sync        seconds that a step waits for a synchronous save
-    blocked     seconds that a step waits for an asynchronous save to begin
-    write       seconds of the background write, to the commit; with its rate, and that rate over the plain
-    one hold        seconds that the next step waited for state that was not written yet
-    slower      seconds that the next step took longer than steps without a write: the hold, and whatever the
-    write
-                takes from the step's cores
-    memory      host memory at its highest after the first save beyond the highest before it, and over the
-    bytes of
-                the device's weights; sampled from outside
+    sync      seconds that a step waits for a synchronous save
+    blocked   seconds that a step waits for an asynchronous save to begin
+    write     seconds of the background write, to the commit; MB/s is its rate, plain MB/s that of the loop
+    hold      seconds that the next step waited for state that was not written yet
+    slower    seconds that the next step took longer than steps without a write: the hold, and what the write
+              takes from the step's cores
+    memory    host memory at its highest beyond that of the synchronous run; sampled from outside
+
+Nothing else should run on the machine meanwhile.
 
     uv run python scripts/bench_checkpoint.py
-    uv run python scripts/bench_checkpoint.py configs/bench/qwen3-8b.toml --modes full --
-    --ckpt.writer-threads 8
+    uv run python scripts/bench_checkpoint.py --modes full -- --ckpt.writer-threads 4
 
 What follows `--` goes to `sft` as it is. Runs, checkpoints and logs lie in a temporary folder under --dir
 and are deleted.
@@ -130,7 +128,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The command line; what follows `--` is `.sft`."""
     cut = list(argv).index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        usage="%(prog)s [options] [config] [-- FLAGS OF SFT]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", nargs="?", default="configs/bench/smollm2-135m.toml", help="an SFT run")
     parser.add_argument("--modes", nargs="+", default=["none", "optimizer", "full"], help="of model.offload")
@@ -185,6 +185,12 @@ def evaluate(
     written = [
         record["checkpoint/write_seconds"] for record in records if "checkpoint/write_seconds" in record
     ]
+    if len(saved) < 2 or len(quiet) < 2:
+        raise SystemExit(
+            f"{len(saved)} saves and {len(quiet)} steps without one are too few to measure; raise "
+            f"max_steps, or lower "
+            f"ckpt.interval"
+        )
     step_seconds = statistics.median(quiet)
     return Result(
         mode=mode,

@@ -200,7 +200,7 @@ def _split_memory(config: SFTConfig, estimate: MemoryEstimate, compute_dtype: to
         # A unit's gradient is on the device until it is reduced, which `gathered` covers.
         left = replace(left, weights=estimate.weights // 4 * compute_dtype.itemsize, gradients=0)
     rows = left.summary()
-    rows["on the host"] = f"{format_bytes(sum(on_host.values()))} ({', '.join(on_host)})"
+    rows["also on the host"] = f"{format_bytes(sum(on_host.values()))} ({', '.join(on_host)})"
     if config.ckpt is not None and config.ckpt.async_save and config.model.offload == "optimizer":
-        rows["for a save"] = f"{format_bytes(estimate.weights)} on the host (a copy of the weights)"
+        rows["also for a save"] = f"{format_bytes(estimate.weights)} on the host (a copy of the weights)"
     return rows
