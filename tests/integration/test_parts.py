@@ -63,6 +63,28 @@ def test_a_skip_flag_leaves_out_its_part_and_nothing_else(
     assert f"resumes step 4 of {before}" in finished.output
 
 
+def test_weights_alone_loaded_into_full_offload_stay_exactly_as_they_are_without_a_learning_rate(
+    run_before: Place,
+) -> None:
+    source = run_before.checkpoint("sft", 4)
+    run_before.train(
+        "next",
+        "--resume.skip-optimizer",
+        max_steps=6,
+        resume__dir=source,
+        optimizer__lr=0.0,
+        model__offload="full",
+        ckpt__async_save=True,
+        ckpt__interval=1,
+    )
+    assert run_before.committed("next") == [5, 6]
+    assert _optimizer_steps(run_before.checkpoint("next", 6)) == {2}
+    old, new = tensors_of(source), tensors_of(run_before.checkpoint("next", 6))
+    weights = [name for name in old if name.startswith("model.")]
+    assert weights
+    assert [name for name in weights if not old[name].equal(new[name])] == []
+
+
 def test_a_schedule_that_starts_afresh_spans_the_updates_that_are_left(run_before: Place) -> None:
     options = {"max_steps": 10, "resume__dir": run_before.checkpoint("sft", 4), **SCHEDULE}
     run_before.train("afresh", "--resume.skip-scheduler", **options)

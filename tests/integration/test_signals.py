@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from contract.errors import EXIT_PAUSED
 from tests.integration.place import Place, assert_same_tensors, conversation, trained, write_jsonl
 from tests.support.runs import Command, wait_until
 
@@ -53,8 +54,17 @@ def test_sigterm_to_the_launcher_of_two_processes_saves_once_and_ends_all_of_the
     assert list(trained(place.metrics())) == list(range(1, step + 2))
 
 
-@pytest.mark.parametrize("offload", ["optimizer", "full"])
-def test_sigterm_while_a_save_is_in_flight_finishes_it_and_saves_the_step(place: Place, offload: str) -> None:
+@pytest.mark.parametrize(
+    ("offload", "signum", "code"),
+    [
+        ("optimizer", signal.SIGTERM, 143),
+        ("full", signal.SIGTERM, 143),
+        ("optimizer", signal.SIGUSR1, EXIT_PAUSED),
+    ],
+)
+def test_an_end_or_a_pause_while_a_save_is_in_flight_finishes_it_and_saves_the_step(
+    place: Place, offload: str, signum: int, code: int
+) -> None:
     settings: dict[str, Any] = {"model__offload": offload, "ckpt__async_save": True}
     place.train("sft", "--dry-run", ckpt__interval=3, **settings, **ENDLESS)
     config, attempt = place.folder().config / "sft.toml", place.folder().logs / "attempt_1"
@@ -65,10 +75,10 @@ def test_sigterm_while_a_save_is_in_flight_finishes_it_and_saves_the_step(place:
     wait_until(partial.exists, "the save of step 3")
     wait_until(lambda: _has_step(place, 4), "the step after it")
     assert partial.exists(), "the save ended too early to be in flight"
-    command.process.send_signal(signal.SIGTERM)
+    command.process.send_signal(signum)
     finished = command.wait(60)  # which sees that no process is left
 
-    assert finished.code == 143, finished.output
+    assert finished.code == code, finished.output
     assert "Traceback" not in finished.output
     first, last = place.committed()
     assert (first, last) == (3, max(trained(place.metrics())))

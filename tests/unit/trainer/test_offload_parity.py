@@ -64,6 +64,9 @@ VARIANTS: dict[int, dict[str, Variant]] = {
             SGDConfig(lr=0.1, momentum=0.9, max_grad_norm=MAX_NORM), 2, settings=CHECKPOINTING
         ),
         "signsgd": Variant(SignSGDConfig(lr=1e-4, max_grad_norm=MAX_NORM), 2),
+        "clipped, gathered between, activation checkpointing": Variant(
+            CLIPPED, 2, settings=GATHERED | CHECKPOINTING
+        ),
     },
     2: {
         "clipped": Variant(CLIPPED, 1),
@@ -77,6 +80,10 @@ VARIANTS: dict[int, dict[str, Variant]] = {
         "clipped": Variant(CLIPPED, 1),
         "clipped replicas": Variant(CLIPPED, 1, dp_replicate=2),
         "early replicas, gathered between": Variant(EARLY, 1, 2, FULL, GATHERED),
+        "clipped, gathered between, activation checkpointing": Variant(
+            CLIPPED, 1, settings=GATHERED | CHECKPOINTING
+        ),
+        "early, activation checkpointing": Variant(EARLY, 1, modes=FULL, settings=CHECKPOINTING),
     },
 }
 CASES = [
