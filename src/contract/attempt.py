@@ -54,7 +54,7 @@ def register_rank(attempt_dir: Path, rank: int, pid: int | None = None) -> None:
     Args:
         pid: the process; None is this one.
     """
-    _write(attempt_dir / f"rank_{rank}.pid", str(os.getpid() if pid is None else pid))
+    write_whole(attempt_dir / f"rank_{rank}.pid", str(os.getpid() if pid is None else pid))
 
 
 def read_pid(attempt_dir: Path, rank: int) -> int | None:
@@ -78,7 +78,7 @@ def record_exit(attempt_dir: Path, rank: int, code: int, message: str) -> None:
 
 def write_exit(attempt_dir: Path, record: ExitRecord) -> None:
     """Write a record, replacing any earlier one."""
-    _write(attempt_dir / f"rank_{record.rank}.exit.json", json.dumps(asdict(record)))
+    write_whole(attempt_dir / f"rank_{record.rank}.exit.json", json.dumps(asdict(record)))
 
 
 def read_exit(attempt_dir: Path, rank: int) -> ExitRecord | None:
@@ -103,7 +103,8 @@ def die_with_parent(parent_pid: int | None = None, signum: int = signal.SIGTERM)
         os.kill(os.getpid(), signum)
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that appears under its name only when it is complete."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(text)
     partial.replace(path)

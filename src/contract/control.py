@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from contract.attempt import write_whole
 from contract.layout import RunFolder
 
 Request = Literal["pause", "save-now"]
@@ -77,7 +78,7 @@ def answer(folder: RunFolder, request: Request, reply: Answer) -> None:
         OSError: the answer cannot be written; the request is taken all the same.
     """
     try:
-        _write(_answer_path(folder, request), json.dumps(asdict(reply)))
+        write_whole(_answer_path(folder, request), json.dumps(asdict(reply)))
     finally:
         withdraw(folder, request)
 
@@ -99,7 +100,7 @@ def clear(folder: RunFolder) -> None:
 
 def mark_paused(folder: RunFolder, mark: PausedMark) -> None:
     """Mark the run as paused."""
-    _write(folder.paused, json.dumps(asdict(mark)))
+    write_whole(folder.paused, json.dumps(asdict(mark)))
 
 
 def read_paused(folder: RunFolder) -> PausedMark | None:
@@ -149,10 +150,3 @@ def _request_path(folder: RunFolder, request: Request) -> Path:
 
 def _answer_path(folder: RunFolder, request: Request) -> Path:
     return folder.control / f"{request}.answer"
-
-
-def _write(path: Path, text: str) -> None:
-    """The file appears under its name only when it is complete."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text)
-    partial.replace(path)

@@ -10,30 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Slices = tuple[slice, ...]
-
-
-class Reader(Protocol):
-    """Random access to the tensors of the files, see `weights.WeightReader`."""
-
-    def names(self) -> set[str]:
-        """Names that can be read."""
-        ...
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Full shape."""
-        ...
-
-    def read(self, name: str, slices: Slices) -> torch.Tensor:
-        """A part of a tensor."""
-        ...
+    from trainer.model.weights import Slices, WeightReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +53,7 @@ def merge_rules(lm: PreTrainedModel) -> list[MergeRule]:
 class ExpertReader:
     """Implements `weights.WeightReader`: the tensors of `base`, and those that `rules` make of them."""
 
-    def __init__(self, base: Reader, rules: Iterable[MergeRule], needed: Iterable[str]) -> None:
+    def __init__(self, base: WeightReader, rules: Iterable[MergeRule], needed: Iterable[str]) -> None:
         self._base = base
         self._sources: dict[str, list[list[str]]] = {}
         """By name of a merged tensor, for each of its sources, the matrix of every expert."""

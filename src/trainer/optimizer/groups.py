@@ -119,6 +119,21 @@ class GroupOptions:
                 self._peak_lr[name] = record["peak_lr"]
 
 
+def build_carriers(
+    groups: Sequence[GroupSpec], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.optim.Optimizer]:
+    """One optimizer per group, by its name: it carries the options, and is given the tensors of one chunk at
+    a time.
+
+    Args:
+        tensors: by name of the parameter, to build the optimizers with; none is left in them.
+    """
+    carriers = {group.name: group.build([tensors[name] for name in group.parameters]) for group in groups}
+    for optimizer in carriers.values():
+        optimizer.param_groups[0]["params"] = []
+    return carriers
+
+
 def state_tensors(
     parameters: Mapping[str, ModelParameter],
     state: Mapping[str, Mapping[str, torch.Tensor]],
@@ -151,8 +166,7 @@ def saved_keys(parameters: Mapping[str, ModelParameter], names: Collection[str])
 
     Raises:
         CheckpointError: some state belongs to a parameter that is not trained here, or only a part of a
-            packed
-            parameter has state.
+            packed parameter has state.
     """
     owners = {logical: name for name, item in parameters.items() for logical in item.placement.names}
     found: dict[str, dict[str, set[str]]] = {}
@@ -178,8 +192,7 @@ def saved_keys(parameters: Mapping[str, ModelParameter], names: Collection[str])
 
 class CounterTargets:
     """Where the counters of a checkpoint are read to. A packed parameter has one, its parts have one each in
-    the
-    checkpoint: they are read apart, and have to agree.
+    the checkpoint: they are read apart, and have to agree.
 
     Args:
         counters: by name of the run-time parameter.

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from trainer.hold import Hold
-from trainer.optimizer.groups import COUNTER, GroupOptions, GroupSpec, named_gradients
+from trainer.optimizer.groups import COUNTER, GroupOptions, GroupSpec, build_carriers, named_gradients
 from trainer.optimizer.offload.plan import Chunk, Span, plan_chunks
 from trainer.optimizer.offload.slots import HostState
 from trainer.optimizer.resident import counter_device, gradient_norm, scale_gradients
@@ -79,13 +79,9 @@ class OffloadedStateOptimizer:
         self._device = device
         self._chunks = _plan(self._parameters, groups, max(1, chunk_bytes // _STATE_BYTES_PER_ELEMENT))
         self._is_elementwise = {group.name: group.is_elementwise for group in groups}
-        # One optimizer per group: it carries the options, and is given the tensors of one chunk at a time.
-        self._optimizers = {
-            group.name: group.build([parameters[name].parameter for name in group.parameters])
-            for group in groups
-        }
-        for optimizer in self._optimizers.values():
-            optimizer.param_groups[0]["params"] = []
+        self._optimizers = build_carriers(
+            groups, {name: item.parameter for name, item in self._parameters.items()}
+        )
         self._options = GroupOptions(list(self._optimizers.values()))
         self._host = HostState(self._parameters, device)
         self._inward = device.side_stream()

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from trainer.optimizer.groups import COUNTER, GroupOptions, GroupSpec
+from trainer.optimizer.groups import COUNTER, GroupOptions, GroupSpec, build_carriers
 from trainer.optimizer.offload.plan import Span
 from trainer.optimizer.offload.slabs import Slabs
 from trainer.optimizer.offload.slots import HostState
@@ -29,13 +29,9 @@ class HostUpdate:
         assert all(group.is_elementwise for group in groups)
         self._slabs = slabs
         self._state = state
-        # One optimizer per group: it carries the options, and is given the spans of one chunk at a time.
-        self._optimizers = {
-            group.name: group.build([slabs.masters[name].parameter for name in group.parameters])
-            for group in groups
-        }
-        for optimizer in self._optimizers.values():
-            optimizer.param_groups[0]["params"] = []
+        self._optimizers = build_carriers(
+            groups, {name: item.parameter for name, item in slabs.masters.items()}
+        )
         self.options = GroupOptions(list(self._optimizers.values()))
         self._counted: set[str] = set()
 
