@@ -22,5 +22,5 @@ def test_parts_of_a_packed_parameter_with_unequal_counters_are_refused() -> None
         if fits:
             targets.check()
         else:
-            with pytest.raises(CheckpointError, match="different numbers of times: {'q': 3, 'k': 2}"):
+            with pytest.raises(CheckpointError, match=r"different numbers of times: \{'q': 3, 'k': 2\}"):
                 targets.check()
