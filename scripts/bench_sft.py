@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from contract.batch import MicroBatch, StepBatch
+from contract.model_files import ModelSource, load_tokenizer, resolve_model
 from telemetry.flops import flops_per_token, known_peak_tflops, mean_causal_context, mfu
 from telemetry.memory import host_memory
 from trainer.config.data import ChatDataConfig, FakeDataConfig
@@ -31,7 +32,6 @@ from trainer.config.model import ModelConfig
 from trainer.config.optimizer import AdamWConfig
 from trainer.engine import Engine
 from trainer.model.build import build_model, describe
-from trainer.model.source import ModelSource, load_tokenizer, resolve_model
 from trainer.objective.cross_entropy import CrossEntropy
 from trainer.optimizer.factory import build_optimizer
 from trainer.parallel.device import Device

@@ -31,11 +31,14 @@ class Sample:
             ignored.
         sample_id: number of the source row, counted from 0 over all rows of the data set, dropped ones
             included.
+        streams: further [T] values that an objective reads, by name, e.g. the log-probability (`logprobs`)
+            with which `tokens[t]` was sampled from `tokens[:t]`; position 0 is ignored.
     """
 
     tokens: IntArray
     weights: Mapping[str, FloatArray]
     sample_id: int
+    streams: Mapping[str, FloatArray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,7 @@ class MicroBatch:
         cu_seqlens: [D + 1] int32 document boundaries: document d is `cu_seqlens[d]:cu_seqlens[d + 1]`.
         weights: per component the [T] weight of the loss at position t (already shifted like `targets`).
         sample_ids: source rows in this row, in order; padding has none.
+        streams: further [T] values, shifted like `weights`; 0 where a sample has none.
     """
 
     tokens: IntArray
@@ -58,6 +62,7 @@ class MicroBatch:
     cu_seqlens: npt.NDArray[np.int32]
     weights: Mapping[str, FloatArray]
     sample_ids: tuple[int, ...]
+    streams: Mapping[str, FloatArray] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -128,6 +133,8 @@ def build_micro_batch(
     position_ids = np.zeros(total, dtype=np.int64)
     present = {component for sample in samples for component in sample.weights} | set(components)
     weights = {component: np.zeros(total, dtype=np.float32) for component in sorted(present)}
+    names = sorted({name for sample in samples for name in sample.streams})
+    streams = {name: np.zeros(total, dtype=np.float32) for name in names}
     for index, length in enumerate(lengths):
         start, end = int(cu_seqlens[index]), int(cu_seqlens[index + 1])
         position_ids[start:end] = np.arange(length)
@@ -138,6 +145,7 @@ def build_micro_batch(
         targets[start : end - 1] = sample.tokens[1:]
         for component, stream in sample.weights.items():
             weights[component][start : end - 1] = stream[1:]
-    return MicroBatch(
-        tokens, targets, position_ids, cu_seqlens, weights, tuple(sample.sample_id for sample in samples)
-    )
+        for name, stream in sample.streams.items():
+            streams[name][start : end - 1] = stream[1:]
+    sample_ids = tuple(sample.sample_id for sample in samples)
+    return MicroBatch(tokens, targets, position_ids, cu_seqlens, weights, sample_ids, streams)

@@ -57,6 +57,22 @@ class NonFiniteError(TailraceError, RuntimeError):
     """Loss or gradients are not finite and the run was told to stop then."""
 
 
+class ChannelError(TailraceError, RuntimeError):
+    """A message between processes is damaged, of another run, out of order, or did not come in time."""
+
+
+class PublishError(TailraceError, RuntimeError):
+    """New weights did not reach the policy server, which stays on the version before."""
+
+
+class PolicyServerError(TailraceError, RuntimeError):
+    """A policy server cannot be reached, or refuses a request."""
+
+
+class EnvironmentFailure(TailraceError, RuntimeError):
+    """An environment cannot be loaded, or too many of its episodes fail."""
+
+
 class Interrupted(BaseException):
     """The run ended because of a signal; `signum` decides the exit code.
 

@@ -57,6 +57,21 @@ class RunFolder:
         return self.root / "weights"
 
     @property
+    def broadcasts(self) -> Path:
+        """Policy weights for the policy server (filesystem publisher): `version_N/`."""
+        return self.root / "broadcasts"
+
+    @property
+    def rollouts(self) -> Path:
+        """Episodes as they were trained on, readable: `step_N.jsonl`; `eval_step_N.jsonl` of evaluations."""
+        return self.root / "rollouts"
+
+    @property
+    def channel(self) -> Path:
+        """Batches on their way to the trainer (filesystem channel)."""
+        return self.root / "channel"
+
+    @property
     def metrics(self) -> Path:
         """Strict JSON, one object a line; the source of truth."""
         return self.root / "metrics.jsonl"

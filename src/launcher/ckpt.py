@@ -170,10 +170,10 @@ def _export(arguments: argparse.Namespace) -> int:
 
     from pydantic import ValidationError
 
+    from contract.model_files import load_tokenizer, resolve_model
     from trainer.checkpoint.reader import read_config, read_tensors
     from trainer.config.model import ModelConfig
     from trainer.model.export import export_weights
-    from trainer.model.source import load_tokenizer, resolve_model
 
     stored = read_config(entry.path).get("model")
     if stored is None:

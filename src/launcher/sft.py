@@ -170,7 +170,7 @@ def _check_inputs(config: SFTConfig) -> None:
     """
     if config.checkpoint_url is not None:
         check_installed(StoreFolder(config.checkpoint_url).scheme)
-    from trainer.model.source import resolve_model
+    from contract.model_files import resolve_model
     from trainer.source.reading import open_rows
 
     for section, source in (("data", config.data), ("validation", config.validation)):

@@ -22,6 +22,7 @@ from rich.console import Console as RichConsole
 
 from contract.errors import ModelError
 from contract.layout import RunFolder
+from contract.model_files import ModelSource, load_tokenizer, resolve_model
 from telemetry.console import Console
 from telemetry.log import terminal
 from telemetry.metrics import JsonlSink, Metrics, MetricSink
@@ -35,7 +36,6 @@ from trainer.hooks.build import build_hooks
 from trainer.loop import Loop
 from trainer.model.build import build_model, describe
 from trainer.model.causal_lm import CausalLM
-from trainer.model.source import ModelSource, load_tokenizer, resolve_model
 from trainer.objective.cross_entropy import CrossEntropy
 from trainer.optimizer.base import Optimizer
 from trainer.optimizer.factory import build_optimizer

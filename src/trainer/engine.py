@@ -166,4 +166,5 @@ class Engine:
             cu_seqlens=torch.from_numpy(batch.cu_seqlens).to(device, non_blocking=True),
             document_bounds=tuple(batch.cu_seqlens.tolist()),
             weights={name: torch.from_numpy(stream).to(device) for name, stream in batch.weights.items()},
+            streams={name: torch.from_numpy(stream).to(device) for name, stream in batch.streams.items()},
         )

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from contract.layout import RunFolder
+from contract.model_files import ModelSource
 from telemetry.flops import known_peak_tflops
 from telemetry.memory import (
     MemoryEstimate,
@@ -19,7 +20,6 @@ from trainer.checkpoint.resume import ResumePlan
 from trainer.config import SFTConfig
 from trainer.config.optimizer import AdamWConfig, MuonConfig, SGDConfig
 from trainer.model.build import ModelShape
-from trainer.model.source import ModelSource
 from trainer.objective.logprob import LOGITS_BYTES
 from trainer.parallel.process import Process
 from trainer.reporter import Peak

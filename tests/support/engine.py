@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from contract.batch import MicroBatch, Sample, StepBatch, build_micro_batch
 from contract.layout import RunFolder
+from contract.model_files import resolve_model
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.config.model import ModelConfig, Offload
 from trainer.config.optimizer import AdamWConfig, OptimizerConfig
@@ -27,7 +28,6 @@ from trainer.hooks.base import Hook
 from trainer.loop import Loop
 from trainer.model.build import build_model
 from trainer.model.causal_lm import CausalLM
-from trainer.model.source import resolve_model
 from trainer.objective.base import Objective
 from trainer.objective.cross_entropy import CrossEntropy
 from trainer.optimizer.factory import build_optimizer

@@ -1,7 +1,10 @@
-"""Configuration of the trainer, one module beside each owner. Imports no torch, so that `--help` answers at
-once.
+"""Configuration of the trainer. Torch-free: `--help` and `--dry-run` answer at once.
+
+Every field is described where it is declared; `--help` and the reference page are made from these texts.
 """
 
+from trainer.config.rl import RLTrainConfig
 from trainer.config.run import SFTConfig
+from trainer.config.train import TrainConfig
 
-__all__ = ["SFTConfig"]
+__all__ = ["RLTrainConfig", "SFTConfig", "TrainConfig"]

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from contract.sections import ModelFilesConfig
 from contract.settings import Settings
 
 ActivationCheckpointing = Literal["none", "block"]
@@ -14,31 +15,13 @@ Fusion = Literal["qkv", "gate_up"]
 Offload = Literal["none", "optimizer", "full"]
 
 
-class ModelConfig(Settings):
+class ModelConfig(ModelFilesConfig):
     """The model, where its weights come from and how it computes."""
 
-    name: str = Field(
-        min_length=1,
-        description="Hub id (`Qwen/Qwen3-0.6B`), local folder, `.gguf` file, or `package:NAME/FILE` for a "
-        "file inside "
-        "an installed Python package.",
-    )
-    revision: str | None = Field(
-        default=None,
-        description="Branch, tag or commit on the Hub; None is the default branch. Only for Hub ids.",
-    )
-    tokenizer: str | None = Field(
-        default=None, description="Tokenizer's Hub id or folder; None takes the model's own."
-    )
-    chat_template: str | None = Field(
-        default=None,
-        description="Jinja chat template, or the path of a file that holds one; None takes the tokenizer's.",
-    )
     init: Literal["pretrained", "random"] = Field(
         default="pretrained",
         description="Load the weights, or draw them at random from the architecture (`seed` decides).",
     )
-    trust_remote_code: bool = Field(default=False, description="Run model code that comes with the weights.")
     attention: Attention = Field(
         default="varlen",
         description="Attention over packed documents. `varlen` computes each document on its own "
@@ -86,13 +69,13 @@ class ModelConfig(Settings):
         default=False, description="torch.compile of each block; pads rows to seq_len for static shapes."
     )
 
+    @property
+    def needs_weights(self) -> bool:
+        """See `ModelFilesConfig`."""
+        return self.init == "pretrained"
+
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
-        if self.revision is not None and self.name.startswith("package:"):
-            raise ValueError(
-                "model.revision names a version on the Hub, but model.name is a package file; remove "
-                "model.revision"
-            )
         if len(set(self.fusions)) < len(self.fusions):
             raise ValueError(f"model.fusions = {self.fusions} names a fusion twice; name each once")
         if self.shard_fused_on_dim1 and not self.fusions:

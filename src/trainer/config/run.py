@@ -2,86 +2,32 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from contract.settings import Settings
-from contract.settings.base import PathSetting
-from trainer.config.checkpoint import CheckpointConfig, ExportConfig, ResumeConfig
 from trainer.config.data import ChatDataConfig, DataConfig, SampleConfig, ValidationConfig
-from trainer.config.model import DeploymentConfig, ModelConfig, OffloadConfig
-from trainer.config.optimizer import AdamWConfig, ConstantScheduleConfig, OptimizerConfig, ScheduleConfig
-from trainer.config.telemetry import LogConfig, ProfilerConfig, TensorboardConfig, WandbConfig
-
-_GRACE_SECONDS_WITHOUT_SAVE = 10.0
-"""Time to finish a step and close, where there is nothing to save."""
+from trainer.config.train import TrainConfig
 
 
-class SFTConfig(Settings):
+class SFTConfig(TrainConfig):
     """Supervised fine-tuning of a causal language model."""
 
-    output_dir: PathSetting = Field(default=Path("outputs"), description="Folder that holds run folders.")
     run_name: str = Field(
         default="sft",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
         description="Name of the run's folder in output_dir.",
     )
-    clean: bool = Field(
-        default=False, description="Delete a run that the folder already holds, and start anew."
-    )
-    seed: int = Field(
-        default=0, ge=0, lt=2**62, description="Decides random weights, the order of rows and dropout."
-    )
-    max_steps: Annotated[int, Field(ge=1)] | None = Field(
-        default=None,
-        description="Updates in the run, counted from step 0; None leaves the end to max_epochs.",
-    )
     max_epochs: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="Passes over the data; None leaves the end to max_steps."
     )
-    max_minutes: Annotated[float, Field(gt=0)] | None = Field(
-        default=None,
-        description="Wall-clock limit of one launch, from the start of its processes: the run pauses after "
-        "the step in which it passes, however long the save takes then. None has no limit.",
-    )
-
-    model: ModelConfig = Field(description="The model.")
-    offload: OffloadConfig = Field(default=OffloadConfig(), description="Offloaded state, see model.offload.")
     data: DataConfig = Field(description="Training data.")
-    optimizer: OptimizerConfig = Field(default=AdamWConfig(), description="Optimizer.")
-    schedule: ScheduleConfig = Field(default=ConstantScheduleConfig(), description="Learning-rate schedule.")
-    deployment: DeploymentConfig = Field(default=DeploymentConfig(), description="Processes and mesh.")
-    ckpt: CheckpointConfig | None = Field(
-        default=CheckpointConfig(), description="Checkpoints; `--no-ckpt` saves none, also on a signal."
-    )
-    resume: ResumeConfig | None = Field(
-        default=None, description="Go on from a checkpoint; None starts a new run."
-    )
-    export: ExportConfig | None = Field(
-        default=ExportConfig(), description="Hugging Face export; `--no-export` writes none."
-    )
     validation: ValidationConfig | None = Field(
         default=None, description="Held-out loss; None does not validate."
     )
     sample: SampleConfig | None = Field(
         default=None, description="Samples before and after training; None prints none."
     )
-    log: LogConfig = Field(default=LogConfig(), description="Console and log files.")
-    wandb: WandbConfig | None = Field(default=None, description="Weights & Biases; None is off.")
-    tensorboard: TensorboardConfig | None = Field(default=None, description="TensorBoard; None is off.")
-    profiler: ProfilerConfig | None = Field(default=None, description="Profiler trace; None is off.")
-
-    @property
-    def checkpoint_url(self) -> str | None:
-        """`ckpt.url`, or None where checkpoints lie in the run folder."""
-        return self.ckpt.url if self.ckpt is not None else None
-
-    @property
-    def grace_seconds(self) -> float:
-        """Seconds from a signal to the kill of a process that has not ended."""
-        return self.ckpt.grace_seconds if self.ckpt is not None else _GRACE_SECONDS_WITHOUT_SAVE
 
     @model_validator(mode="after")
     def _check_end(self) -> SFTConfig:
@@ -95,46 +41,14 @@ class SFTConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def _check_schedule(self) -> SFTConfig:
-        decay_steps = getattr(self.schedule, "decay_steps", None) or 0
-        if self.max_steps is not None and self.schedule.warmup_steps + decay_steps > self.max_steps:
-            raise ValueError(
-                f"schedule.warmup_steps = {self.schedule.warmup_steps} and schedule.decay_steps = "
-                f"{decay_steps} do not "
-                f"fit into max_steps = {self.max_steps}; lower them"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_mesh(self) -> SFTConfig:
-        processes, replicate = self.deployment.num_processes, self.deployment.dp_replicate
-        if processes is not None and processes % replicate != 0:
-            raise ValueError(
-                f"deployment.dp_replicate = {replicate} does not divide deployment.num_processes = "
-                f"{processes}"
-            )
+    def _check_batch(self) -> SFTConfig:
+        processes = self.deployment.num_processes
         if processes is not None and self.data.batch_size % processes != 0:
             raise ValueError(
                 f"data.batch_size = {self.data.batch_size} cannot be dealt evenly to "
                 f"deployment.num_processes = "
                 f"{processes}; choose a multiple"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_offload(self) -> SFTConfig:
-        if self.model.offload == "full" and self.optimizer.type == "muon":
-            raise ValueError(
-                "model.offload = 'full' updates weights on the host, piece by piece, but optimizer.type = "
-                "'muon' multiplies whole matrices, for which the host is too slow; set model.offload = "
-                "'optimizer', or optimizer.type to 'adamw', 'sgd' or 'signsgd'"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_sections(self) -> SFTConfig:
-        if self.resume is not None and self.clean:
-            raise ValueError("clean deletes the run that resume would go on from; remove one of them")
         if self.validation is not None and not isinstance(self.data, ChatDataConfig):
             raise ValueError("validation reads conversations, but data.type is 'fake'; remove validation")
         if self.data.batch_size < self.data.micro_batch_size:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from contract.layout import RunFolder
+from contract.model_files import ModelSource
 from telemetry.console import Console
 from trainer.config import SFTConfig
 from trainer.engine import Engine
@@ -14,7 +15,6 @@ from trainer.hooks.export import ExportHook
 from trainer.hooks.housekeeping import GarbageHook, ProfileHook
 from trainer.hooks.sample import Prompt, SampleHook
 from trainer.hooks.validate import ValidateHook
-from trainer.model.source import ModelSource
 from trainer.parallel.layout import LogicalTensor
 from trainer.parallel.process import Process
 from trainer.parallel.stop import Requests

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from contract.errors import ModelError
+from contract.model_files import ModelSource, load_model_config
 from trainer.config.model import ModelConfig
 from trainer.model.attention import ATTENTION_NAME, register_attention
 from trainer.model.causal_lm import CausalLM
 from trainer.model.fusion import fuse_projections
 from trainer.model.probe import check_model
-from trainer.model.source import ModelSource, load_model_config
 from trainer.model.weights import TensorReader, materialize, open_weights
 
 if TYPE_CHECKING:

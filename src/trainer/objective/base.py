@@ -6,7 +6,7 @@ Legend: T tokens of a row, D hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -28,6 +28,7 @@ class DeviceBatch:
     cu_seqlens: torch.Tensor
     document_bounds: tuple[int, ...]
     weights: Mapping[str, torch.Tensor]
+    streams: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Objective(Protocol):

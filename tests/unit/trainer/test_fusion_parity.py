@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from contract.batch import Sample
 from contract.layout import RunFolder
+from contract.model_files import load_tokenizer, resolve_model
 from tests.support.engine import (
     Array,
     build_engine,
@@ -36,7 +37,6 @@ from trainer.config.optimizer import AdamWConfig, MuonConfig, OptimizerConfig
 from trainer.engine import Engine
 from trainer.hooks.export import ExportHook
 from trainer.model.causal_lm import CausalLM
-from trainer.model.source import load_tokenizer, resolve_model
 from trainer.parallel.process import Process
 from trainer.parts import ModelPart
 from trainer.state import TrainState

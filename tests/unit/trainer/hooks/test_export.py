@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from contract.model_files import load_tokenizer, resolve_model
 from tests.support.engine import build_sharded, rank_process, weights_of
 from tests.support.ranks import run_ranks
 from trainer.config.checkpoint import ExportConfig
 from trainer.config.model import ModelConfig
 from trainer.hooks.export import ExportHook
-from trainer.model.source import load_tokenizer, resolve_model
 from trainer.state import TrainState
 
 

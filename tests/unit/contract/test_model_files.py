@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from contract.errors import ModelError
+from contract.model_files import load_model_config, load_tokenizer, resolve_model
 from trainer.config.model import ModelConfig
-from trainer.model.source import load_model_config, load_tokenizer, resolve_model
 
 
 def resolve(name: str, **settings: Any) -> Path:

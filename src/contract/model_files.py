@@ -19,7 +19,7 @@ import xxhash
 
 from contract.errors import ModelError
 from contract.layout import cache_folder
-from trainer.config.model import ModelConfig
+from contract.sections import ModelFilesConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -42,7 +42,7 @@ class ModelSource:
     folder: Path
 
 
-def resolve_model(config: ModelConfig) -> ModelSource:
+def resolve_model(config: ModelFilesConfig) -> ModelSource:
     """Find the model's files, fetching or converting them if needed. Safe to call from several processes at
     once.
 
@@ -73,7 +73,7 @@ def resolve_model(config: ModelConfig) -> ModelSource:
     return ModelSource(name, path)
 
 
-def load_model_config(config: ModelConfig, source: ModelSource) -> PretrainedConfig:
+def load_model_config(config: ModelFilesConfig, source: ModelSource) -> PretrainedConfig:
     """The architecture's configuration.
 
     Raises:
@@ -89,7 +89,7 @@ def load_model_config(config: ModelConfig, source: ModelSource) -> PretrainedCon
         ) from error
 
 
-def load_tokenizer(config: ModelConfig, source: ModelSource) -> PreTrainedTokenizerBase:
+def load_tokenizer(config: ModelFilesConfig, source: ModelSource) -> PreTrainedTokenizerBase:
     """The tokenizer, with the chat template that `model.chat_template` sets.
 
     Raises:
@@ -132,7 +132,7 @@ def _package_file(name: str) -> Path:
     return path
 
 
-def _fetch_from_hub(config: ModelConfig) -> Path:
+def _fetch_from_hub(config: ModelFilesConfig) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -143,7 +143,7 @@ def _fetch_from_hub(config: ModelConfig) -> Path:
             f"model.name = {config.name!r} is no local file or folder, and cannot be fetched from the Hub: "
             f"{type(error).__name__}: {error}"
         ) from error
-    if config.init == "pretrained" and not any(folder.glob("*.safetensors")):
+    if config.needs_weights and not any(folder.glob("*.safetensors")):
         raise ModelError(f"model.name = {config.name!r}: the repository holds no .safetensors weights")
     return folder
 

@@ -1,0 +1,1 @@
+"""The way of rollout batches from the orchestrator to the trainer."""

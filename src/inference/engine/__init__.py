@@ -1,0 +1,1 @@
+"""Engines behind the policy server."""

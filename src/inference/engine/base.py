@@ -1,0 +1,106 @@
+"""What the policy server asks of an engine.
+
+An engine draws tokens for many requests at a time, each on its own: what a request draws depends on its
+prompt, its sampling and the weights, never on what else is running.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from contract.policy import FinishReason, GenerateRequest, PauseMode
+
+if TYPE_CHECKING:
+    import torch
+
+NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
+"""Weights under their Hugging Face names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Tokens that one request has drawn since the last `Drawn`.
+
+    Attributes:
+        tokens, logprobs, versions: see `contract.policy.GenerateResponse`; of equal length.
+        finish_reason: None while more will come.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since the start, and what is going on.
+
+    Attributes:
+        num_prefills: prompts that were computed; those that share a prompt with another of their group are
+            not.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_prompt_tokens: int
+    num_drawn_tokens: int
+    num_prefills: int
+    num_updates: int
+
+
+class Engine(Protocol):
+    """Draws tokens. All methods are called on one event loop, but the engine computes elsewhere."""
+
+    @property
+    def version(self) -> int:
+        """Policy version of the weights; 0 is the model as loaded."""
+        ...
+
+    @property
+    def max_len(self) -> int:
+        """Longest sequence, prompt included, in tokens."""
+        ...
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether a pause is in force."""
+        ...
+
+    def draw(self, request: GenerateRequest) -> AsyncIterator[Drawn]:
+        """Draw one sequence, piece by piece. Leaving the iterator early ends the request.
+
+        Raises:
+            ValueError: the prompt is empty, has unknown tokens, or leaves no room for a token in `max_len`.
+            PolicyServerError: the engine has failed.
+        """
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Admit nothing and draw nothing until `resume`; returns when nothing is being drawn."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on."""
+        ...
+
+    async def load(self, tensors: NamedTensors, version: int, mode: PauseMode) -> None:
+        """Replace the weights in place: everything is read and checked while drawing goes on, then drawing
+        pauses, the weights are swapped, what was computed with the old ones for later requests (shared
+        prefixes) is forgotten, the version changes, and drawing goes on, unless it was paused before.
+
+        Raises:
+            PublishError: `tensors` cannot be read, or they are not the weights of this model; the old ones
+                stay.
+        """
+        ...
+
+    def stats(self) -> EngineStats:
+        """For metrics."""
+        ...
+
+    async def close(self) -> None:
+        """End running requests (`abort`) and free what the engine holds."""
+        ...

@@ -1,0 +1,1 @@
+"""How new weights come in."""

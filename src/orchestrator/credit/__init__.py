@@ -1,0 +1,1 @@
+"""From the rewards of a group to the advantage of each episode."""

@@ -1,0 +1,1 @@
+"""Weights out: every new policy version to the policy servers."""
