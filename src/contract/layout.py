@@ -72,6 +72,11 @@ class RunFolder:
         return self.root / "channel"
 
     @property
+    def run_id(self) -> Path:
+        """File with the id that messages of this run carry; made with the folder, kept over resumes."""
+        return self.root / "run_id"
+
+    @property
     def metrics(self) -> Path:
         """Strict JSON, one object a line; the source of truth."""
         return self.root / "metrics.jsonl"
