@@ -1,8 +1,9 @@
-"""Packing of samples into rows: one pure function, used by SFT and RL."""
+"""Packing of samples into rows, used by SFT and RL, and dealing of rows to ranks; pure functions."""
 
 from __future__ import annotations
 
 import bisect
+import heapq
 from collections.abc import Sequence
 
 
@@ -51,3 +52,38 @@ def pack(lengths: Sequence[int], capacity: int, *, window: int = 1024) -> list[l
             bisect.insort(open_rows, (room - length) * base + row)
             room_of[row] = room - length
     return rows
+
+
+def pack_balanced(
+    lengths: Sequence[int], capacity: int, world_size: int, *, multiple: int = 1
+) -> list[list[list[int]]]:
+    """Pack items into rows as `pack` does, and deal the rows to ranks so that all get about as many tokens.
+
+    The longest rows are dealt first, each to the rank with the fewest tokens that still has room for a row
+    (LPT, https://doi.org/10.1137/0117039); a rank computes its rows in the order in which they were opened.
+    Deterministic.
+
+    Args:
+        lengths, capacity: see `pack`.
+        world_size: ranks.
+        multiple: the number of rows per rank is a multiple of this.
+
+    Returns:
+        [rank][row] item indices. Every rank has equally many rows, at least one, the last of them perhaps
+        empty.
+
+    Raises:
+        ValueError: an item is empty or longer than `capacity`.
+    """
+    rows = pack(lengths, capacity)
+    per_rank = -(-max(1, len(rows)) // world_size)
+    per_rank = -(-per_rank // multiple) * multiple
+    sizes = [sum(lengths[item] for item in row) for row in rows]
+    loads = [(0, rank) for rank in range(world_size)]
+    dealt: list[list[int]] = [[] for _ in range(world_size)]
+    for row in sorted(range(len(rows)), key=lambda row: (-sizes[row], row)):
+        load, rank = heapq.heappop(loads)
+        dealt[rank].append(row)
+        if len(dealt[rank]) < per_rank:
+            heapq.heappush(loads, (load + sizes[row], rank))
+    return [[rows[row] for row in sorted(mine)] + [[] for _ in range(per_rank - len(mine))] for mine in dealt]

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from contract.packing import pack
+from contract.packing import pack, pack_balanced
 
 
 def pack_slowly(lengths: list[int], capacity: int, window: int) -> list[list[int]]:
@@ -77,3 +77,25 @@ def test_time_per_item_does_not_grow_with_the_window() -> None:
     started = time.process_time()
     assert len(pack(lengths, 1024)) == 50_000
     assert time.process_time() - started < 2.0  # measured 0.1; a search of the window takes 3.5
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("multiple", [1, 2])
+def test_every_rank_gets_equally_many_rows_and_about_as_many_tokens(world_size: int, multiple: int) -> None:
+    generator = random.Random(world_size)
+    for _ in range(30):
+        lengths = [generator.randint(1, 32) for _ in range(generator.randint(0, 60))]
+        ranks = pack_balanced(lengths, 32, world_size, multiple=multiple)
+        assert sorted(item for rows in ranks for row in rows for item in row) == list(range(len(lengths)))
+        assert len({len(rows) for rows in ranks}) == 1
+        assert len(ranks[0]) >= 1 and len(ranks[0]) % multiple == 0
+        assert all(sum(lengths[item] for item in row) <= 32 for rows in ranks for row in rows)
+        loads = [sum(lengths[item] for row in rows for item in row) for rows in ranks]
+        # No rank is behind another by more than the longest row.
+        assert max(loads) - min(loads) <= 32
+        assert pack_balanced(lengths, 32, world_size, multiple=multiple) == ranks
+
+
+def test_one_rank_keeps_the_order_of_the_rows() -> None:
+    lengths = [20, 20, 9, 31, 3]
+    assert pack_balanced(lengths, 32, 1) == [pack(lengths, 32)]
