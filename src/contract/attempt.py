@@ -1,9 +1,10 @@
 """What the processes of one launch leave in its folder, and how they end with their parent. No torch.
 
-`<run>/logs/attempt_K/` holds, for each rank, `rank_R.log` (stdout and stderr), `rank_R.pid` (written before
-the rank's own code runs) and `rank_R.exit.json` (written once, when the rank ends). A file appears under its
-name only when it is complete. The rank itself records why it failed; whoever watches over it records an end
-that the rank could not.
+`<run>/logs/attempt_K/` holds, for each process, `NAME.log` (stdout and stderr), `NAME.pid` and
+`NAME.exit.json` (written once, when the process ends). The name of a trainer's rank R is `rank_R`, that of
+another part of an RL run the part's (`orchestrator`, `inference`). A file appears under its name only when it
+is complete. The process itself records why it failed; whoever watches over it records an end that it could
+not.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 
+Member = int | str
+"""A process of an attempt: the global rank of a trainer's process, or the name of another part."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExitRecord:
-    """How one rank ended.
+    """How one process ended.
 
     Attributes:
-        rank: global rank.
+        rank: global rank, or the name of the part.
         code: exit code; 128 + n after signal n.
         message: what went wrong, for the user; empty after success.
         time_ns: when, in nanoseconds since the epoch.
@@ -34,7 +38,7 @@ class ExitRecord:
         ended_by_launcher: whether it was told to end because another rank had failed, so that it is no cause.
     """
 
-    rank: int
+    rank: Member
     code: int
     message: str
     time_ns: int
@@ -43,32 +47,33 @@ class ExitRecord:
     final: bool = False
 
 
-def log_path(attempt_dir: Path, rank: int) -> Path:
-    """Everything that the rank printed."""
-    return attempt_dir / f"rank_{rank}.log"
+def log_path(attempt_dir: Path, member: Member) -> Path:
+    """Everything that the process printed."""
+    return attempt_dir / f"{_stem(member)}.log"
 
 
-def register_rank(attempt_dir: Path, rank: int, pid: int | None = None) -> None:
-    """Say which process is `rank`, so that signals find it.
+def register_rank(attempt_dir: Path, rank: Member, pid: int | None = None) -> None:
+    """Say which process is `rank` (or the part of that name), so that signals find it.
 
     Args:
         pid: the process; None is this one.
     """
-    write_whole(attempt_dir / f"rank_{rank}.pid", str(os.getpid() if pid is None else pid))
+    write_whole(attempt_dir / f"{_stem(rank)}.pid", str(os.getpid() if pid is None else pid))
 
 
-def read_pid(attempt_dir: Path, rank: int) -> int | None:
-    """The process of `rank`, or None if it has not registered. It may have ended since."""
+def read_pid(attempt_dir: Path, member: Member) -> int | None:
+    """The process id of `member`, or None if it has not registered. It may have ended since."""
     try:
-        return int((attempt_dir / f"rank_{rank}.pid").read_text())
+        return int((attempt_dir / f"{_stem(member)}.pid").read_text())
     except FileNotFoundError:
         return None
 
 
-def record_exit(attempt_dir: Path, rank: int, code: int, message: str) -> None:
-    """Record how this rank ends, and why. The first record of a failure stands; later ones are ignored.
+def record_exit(attempt_dir: Path, rank: Member, code: int, message: str) -> None:
+    """Record how this process ends, and why. The first record of a failure stands; later ones are ignored.
 
     Args:
+        rank: this process: its rank, or the name of the part.
         message: the error as the user should see it; empty after success.
     """
     earlier = read_exit(attempt_dir, rank)
@@ -78,13 +83,13 @@ def record_exit(attempt_dir: Path, rank: int, code: int, message: str) -> None:
 
 def write_exit(attempt_dir: Path, record: ExitRecord) -> None:
     """Write a record, replacing any earlier one."""
-    write_whole(attempt_dir / f"rank_{record.rank}.exit.json", json.dumps(asdict(record)))
+    write_whole(attempt_dir / f"{_stem(record.rank)}.exit.json", json.dumps(asdict(record)))
 
 
-def read_exit(attempt_dir: Path, rank: int) -> ExitRecord | None:
-    """The record of `rank`, or None while there is none."""
+def read_exit(attempt_dir: Path, member: Member) -> ExitRecord | None:
+    """The record of `member`, or None while there is none."""
     try:
-        return ExitRecord(**json.loads((attempt_dir / f"rank_{rank}.exit.json").read_text()))
+        return ExitRecord(**json.loads((attempt_dir / f"{_stem(member)}.exit.json").read_text()))
     except FileNotFoundError:
         return None
 
@@ -108,3 +113,8 @@ def write_whole(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(text)
     partial.replace(path)
+
+
+def _stem(member: Member) -> str:
+    """Name of the files of a process, without their ending."""
+    return member if isinstance(member, str) else f"rank_{member}"

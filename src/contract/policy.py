@@ -104,8 +104,10 @@ class BroadcastUpdate(msgspec.Struct, frozen=True, tag="broadcast"):
 
     Attributes:
         tensors: in the order in which they come.
-        backend: gloo or nccl.
+        backend: gloo or nccl; auto lets the sender decide when it knows the devices of all receivers.
         host, port: where the sender's store listens.
+        sender: id of the sender; another one at the same address has another.
+        number: of this broadcast among those of the sender.
         rank, world_size: of the receiver in the group; the sender is rank 0.
         bucket_bytes: tensors are packed into buckets of at most so many bytes (a larger one is alone).
         timeout_seconds: longest wait for a bucket.
@@ -113,9 +115,11 @@ class BroadcastUpdate(msgspec.Struct, frozen=True, tag="broadcast"):
 
     version: int
     tensors: list[TensorInfo]
-    backend: str
+    backend: Literal["auto", "gloo", "nccl"]
     host: str
     port: int
+    sender: str
+    number: int
     rank: int
     world_size: int
     bucket_bytes: int

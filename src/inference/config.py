@@ -67,6 +67,15 @@ class ServerSection(Settings):
         default=None, description="Model name of the OpenAI routes; None is model.name."
     )
 
+    @model_validator(mode="after")
+    def _check_exposure(self) -> ServerSection:
+        if self.api_key is None and self.host not in ("127.0.0.1", "localhost", "::1"):
+            raise ValueError(
+                f"host = {self.host!r} can be reached by others, and api_key is not set: anyone could "
+                f"replace the weights; set api_key, or host = '127.0.0.1'"
+            )
+        return self
+
 
 class InferenceConfig(ServerSection):
     """A policy server on its own."""
@@ -77,12 +86,3 @@ class InferenceConfig(ServerSection):
         default=None, description="File that takes the log beside the console; None is none."
     )
     log: LogConfig = Field(default=LogConfig(), description="Console and log files.")
-
-    @model_validator(mode="after")
-    def _check_exposure(self) -> InferenceConfig:
-        if self.api_key is None and self.host not in ("127.0.0.1", "localhost", "::1"):
-            raise ValueError(
-                f"host = {self.host!r} can be reached by others, and api_key is not set: anyone could "
-                f"replace the weights; set api_key, or host = '127.0.0.1'"
-            )
-        return self

@@ -1,4 +1,4 @@
-"""How many processes a machine should run, known without importing torch."""
+"""Which devices a machine has and how many processes it should run, known without importing torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 _GPU = re.compile(r"nvidia\d+")
 
 
-def count_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> int:
-    """NVIDIA GPUs that CUDA programs of this user would see.
+def visible_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> list[str]:
+    """NVIDIA GPUs that CUDA programs of this user would see, as `CUDA_VISIBLE_DEVICES` names them.
 
     Args:
         environment: `CUDA_VISIBLE_DEVICES` in it hides devices, as CUDA reads it: a list of numbers, UUIDs or
@@ -21,16 +21,21 @@ def count_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path
     try:
         present = sum(1 for entry in devices.iterdir() if _GPU.fullmatch(entry.name))
     except OSError:
-        return 0
+        return []
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if present == 0 or visible is None:
-        return present
-    count = 0
+        return [str(index) for index in range(present)]
+    names = []
     for name in (part.strip() for part in visible.split(",")):
         if not name or (name.lstrip("-").isdigit() and not 0 <= int(name) < present):
             break
-        count += 1
-    return count
+        names.append(name)
+    return names
+
+
+def count_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> int:
+    """Number of `visible_gpus`."""
+    return len(visible_gpus(environment, devices))
 
 
 def default_processes(device: str, gpus: int) -> int:

@@ -22,7 +22,8 @@ except ImportError:  # not a POSIX system
 _STEP = re.compile(r"step_\d+(\.partial)?(\.old)?|superseded(_\d+)?")
 _ATTEMPT = re.compile(r"attempt_(\d+)")
 _OWN_ENTRIES = (
-    "config", "control", "paused.json", "traces", "tensorboard", "wandb", "broadcasts", "rollouts",
+    "config", "control", "paused.json", "traces", "tensorboard", "wandb", "broadcasts", "rollouts", "channel",
+    "run_id",
 )  # fmt: skip
 _COMPLETE = "complete.json"
 _LOCK = ".lock"

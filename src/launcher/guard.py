@@ -25,6 +25,7 @@ from types import FrameType
 
 from contract.attempt import ExitRecord, die_with_parent, log_path, read_exit, register_rank, write_exit
 from contract.errors import EXIT_OK, EXIT_PAUSED, EXIT_SIGNAL_BASE, is_asked_for
+from launcher.alive import describe_end
 from launcher.spec import AGENT_VARIABLE, LaunchSpec, read_spec
 
 _POLL_SECONDS = 0.05
@@ -86,7 +87,7 @@ class Guard:
         else:
             at = time.time_ns()
             code = EXIT_SIGNAL_BASE + signum if signum is not None else code
-            message = "" if code == 0 else _describe(code, signum)
+            message = "" if code == 0 else describe_end(code, signum)
         # The agent sees who has ended first; who failed first may still have been about to end.
         ended_by_agent = self._ended_by_agent and not self._failed_before
         record = ExitRecord(self._rank, code, message, at, signum, ended_by_agent, final=True)
@@ -118,14 +119,6 @@ class Guard:
         self._ended_by_agent = True
         if self._process is not None:
             self._process.send_signal(signal.SIGTERM)
-
-
-def _describe(code: int, signum: int | None) -> str:
-    if signum is None:
-        return f"the process ended with exit code {code} without saying why"
-    name = signal.Signals(signum).name
-    memory = " (the kernel does this when memory runs out)" if signum == signal.SIGKILL else ""
-    return f"the process was killed by {name}{memory}"
 
 
 def main() -> int:

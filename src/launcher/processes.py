@@ -15,18 +15,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
 from contract.attempt import ExitRecord, die_with_parent, log_path, read_exit, read_pid
 from contract.control import PAUSE_SIGNAL, hold_pause_signal, letting_pause_signal_through
 from contract.errors import EXIT_FAILURE, EXIT_OK, EXIT_PAUSED, EXIT_SIGNAL_BASE, is_asked_for
+from launcher.alive import marked_processes, send
+from launcher.output import Tail, last_lines
 from launcher.spec import ATTEMPT_VARIABLE, LaunchSpec
 
 _POLL_SECONDS = 0.1
 _LEFTOVER_SECONDS = 2.0
-_TAIL_LINES = 20
 _SIGNALS_UNTIL_KILL = 3
 
 
@@ -52,7 +53,7 @@ class _Launch:
     def __init__(self, spec: LaunchSpec, keep_open: tuple[int, ...]) -> None:
         self._spec = spec
         self._keep_open = keep_open
-        self._console = _Tail(log_path(spec.attempt_dir, 0))
+        self._console = Tail(log_path(spec.attempt_dir, 0))
         self._signals: list[int] = []
         self._delivered = [0] * spec.num_processes
         self._num_pauses = 0
@@ -82,7 +83,9 @@ class _Launch:
         """
         others = (read_exit(self._spec.attempt_dir, rank) for rank in range(1, self._spec.num_processes))
         if not any(record is not None and _is_failure(record) for record in others):
-            self._console.copy()
+            for chunk in self._console.read():
+                sys.stdout.buffer.write(chunk)
+            sys.stdout.buffer.flush()
 
     def _start_agent(self, log: int) -> subprocess.Popen[bytes]:
         launcher_pid = os.getpid()
@@ -138,7 +141,7 @@ class _Launch:
             if pid is None:
                 continue
             if read_exit(self._spec.attempt_dir, rank) is None:
-                _send(pid, PAUSE_SIGNAL)
+                send(pid, PAUSE_SIGNAL)
             self._pauses_delivered[rank] += 1
 
     def _pass_signals(self, agent: subprocess.Popen[bytes]) -> None:
@@ -162,7 +165,7 @@ class _Launch:
                 continue
             if read_exit(self._spec.attempt_dir, rank) is None:
                 # One signal per round: two equal ones that are pending together count as one.
-                _send(pid, self._signals[self._delivered[rank]])
+                send(pid, self._signals[self._delivered[rank]])
             self._delivered[rank] += 1
 
     def _end_leftovers(self, agent: subprocess.Popen[bytes]) -> None:
@@ -176,7 +179,7 @@ class _Launch:
             self._show_output()
             if time.monotonic() >= deadline or len(self._signals) >= _SIGNALS_UNTIL_KILL:
                 for pid in self._alive():
-                    _send(pid, signal.SIGKILL)
+                    send(pid, signal.SIGKILL)
                 if agent.poll() is None:
                     agent.kill()
             time.sleep(_POLL_SECONDS / 2)
@@ -187,11 +190,11 @@ class _Launch:
         return agent.returncode is not None and agent.returncode < 0
 
     def _alive(self) -> list[int]:
-        marked = _marked_processes(str(self._spec.attempt_dir))
+        marked = marked_processes(ATTEMPT_VARIABLE, str(self._spec.attempt_dir))
         if marked is not None:
             return marked
         pids = [read_pid(self._spec.attempt_dir, rank) for rank in range(self._spec.num_processes)]
-        return [pid for pid in pids if pid is not None and _send(pid, 0)]
+        return [pid for pid in pids if pid is not None and send(pid, 0)]
 
     def _outcome(self, agent_code: int) -> int:
         """The exit code of the run; prints what failed first."""
@@ -215,7 +218,7 @@ class _Launch:
         code = EXIT_SIGNAL_BASE - agent_code if agent_code < 0 else EXIT_FAILURE
         _say(
             f"the process that starts the ranks failed (exit code {code}); the end of {self._agent_log}:\n"
-            f"{_last_lines(self._agent_log)}"
+            f"{last_lines(self._agent_log)}"
         )
         return code
 
@@ -263,16 +266,7 @@ def _report(record: ExitRecord, attempt_dir: Path) -> str:
     head = f"rank {record.rank} ended first, with exit code {record.code}: {record.message}"
     if record.rank == 0:
         return f"{head}\nits output is above, and in {path}"  # rank 0 has been shown all along
-    return f"{head}\nthe end of {path}:\n{_last_lines(path)}"
-
-
-def _last_lines(path: Path) -> str:
-    with suppress(OSError), open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - 65536))
-        lines = file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
-        return "\n".join(f"    {line}" for line in lines) or "    (empty)"
-    return "    (there is none)"
+    return f"{head}\nthe end of {path}:\n{last_lines(path)}"
 
 
 def _say(message: str) -> None:
@@ -284,46 +278,3 @@ def _prepare_agent(launcher_pid: int) -> None:
     die_with_parent(launcher_pid)
     # Inherited by the guards and, until they have a handler, by the ranks: SIGUSR1 would end them.
     hold_pause_signal()
-
-
-class _Tail:
-    """Copies a growing file to stdout."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-
-    def copy(self) -> None:
-        """Show what was added since the last call."""
-        with suppress(FileNotFoundError), open(self._path, "rb") as file:
-            file.seek(self._offset)
-            while chunk := file.read(65536):
-                self._offset += len(chunk)
-                sys.stdout.buffer.write(chunk)
-            sys.stdout.buffer.flush()
-
-
-def _send(pid: int, signum: int) -> bool:
-    """Send a signal; False if there is no such process."""
-    try:
-        os.kill(pid, signum)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def _marked_processes(mark: str) -> list[int] | None:
-    """Living processes whose environment names the attempt, whoever their parent is; None where there is no
-    /proc.
-    """
-    if not Path("/proc/self/environ").exists():
-        return None
-    wanted = f"{ATTEMPT_VARIABLE}={mark}".encode()
-    found = []
-    for entry in os.scandir("/proc"):
-        if not entry.name.isdigit():
-            continue
-        with suppress(OSError):  # ended meanwhile, or of another user; a zombie's environment is empty
-            if wanted in Path(entry.path, "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-    return found

@@ -9,25 +9,20 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from contract import control
 from contract.control import holding_pause_signal
-from contract.errors import EXIT_OK, EXIT_SIGNAL_BASE, ConfigError, RunFolderError, TailraceError
+from contract.errors import EXIT_OK, ConfigError, RunFolderError
 from contract.layout import RunFolder
-from contract.settings.dump import to_toml
-from contract.settings.load import Loaded, load_settings, with_values
-from contract.store import StoreFolder, check_installed
+from contract.settings.load import Loaded, with_values
 from launcher import folder as run_folder
-from launcher import store
 from launcher.devices import count_gpus, default_processes
+from launcher.prepare import check_model_and_store, dry_run_prefix, note, prepare, resolved, run_command
 from launcher.processes import launch
 from launcher.spec import LaunchSpec, num_cores
 from trainer.config import SFTConfig
@@ -65,22 +60,13 @@ class OuterRank:
 @holding_pause_signal()
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code. `argv` None takes the words of the command line."""
-    debug = False
-    try:
-        loaded = load_settings(
-            SFTConfig, sys.argv[1:] if argv is None else argv, prog="sft", description=_DESCRIPTION
-        )
-        debug = loaded.settings.log.level == "debug"
-        return _run(loaded, OuterRank.from_environment(os.environ))
-    except TailraceError as error:
-        if debug:
-            traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        # The trainer and the launcher of several processes take signals over when they begin.
-        print("ended by SIGINT before training began", file=sys.stderr)
-        return EXIT_SIGNAL_BASE + signal.SIGINT
+    return run_command(
+        SFTConfig,
+        argv,
+        prog="sft",
+        description=_DESCRIPTION,
+        run=lambda loaded: _run(loaded, OuterRank.from_environment(os.environ)),
+    )
 
 
 def _run(loaded: Loaded[SFTConfig], outer: OuterRank | None) -> int:
@@ -88,7 +74,7 @@ def _run(loaded: Loaded[SFTConfig], outer: OuterRank | None) -> int:
     folder = RunFolder.of_run(config.output_dir, config.run_name, config.checkpoint_url)
     if outer is None or outer.rank == 0:
         for notice in loaded.notices:
-            print(f"note: {notice}", file=sys.stderr)
+            note(notice)
     if loaded.dry_run:
         return EXIT_OK if outer is not None and outer.rank != 0 else _dry_run(config, folder)
     if outer is not None:
@@ -138,27 +124,8 @@ def _check_processes(config: SFTConfig, processes: int, origin: str) -> None:
 
 def _prepare(config: SFTConfig, folder: RunFolder) -> tuple[Path, Path]:
     """Check, clean and create the run folder; returns the configuration's file and the attempt's folder."""
-    run_folder.check_usable(folder, resume=config.resume is not None, clean=config.clean)
-    run_folder.check_writable(folder)
-    # First of all, because from the lock on this attempt can be asked for something.
-    control.clear(folder)
-    _check_inputs(config)
-    store.check_usable(folder, resume=config.resume is not None, clean=config.clean)
-    if config.clean:
-        # The store first: a run that is cleaned by half still has its folder here.
-        store.clean_steps(folder)
-        foreign = run_folder.clean_run(folder)
-        if foreign:
-            print(
-                f"note: kept by --clean, not written by a run: {', '.join(map(str, foreign))}",
-                file=sys.stderr,
-            )
-    folder.paused.unlink(missing_ok=True)
-    run_folder.write_config(folder, _resolved(config))
-    attempt = run_folder.new_attempt(folder)
-    path = attempt / "sft.toml"
-    path.write_text(to_toml(config, header="What this attempt was started with."), encoding="utf-8")
-    return path, attempt
+    attempt = prepare(config, folder, command="sft", check_inputs=lambda: _check_inputs(config))
+    return attempt / "sft.toml", attempt
 
 
 def _check_inputs(config: SFTConfig) -> None:
@@ -168,44 +135,19 @@ def _check_inputs(config: SFTConfig) -> None:
         DataError, ModelError: there is no such file or folder.
         CheckpointError: the package that the store of `ckpt.url` needs is not installed.
     """
-    if config.checkpoint_url is not None:
-        check_installed(StoreFolder(config.checkpoint_url).scheme)
-    from contract.model_files import resolve_model
+    check_model_and_store(config)
     from trainer.source.reading import open_rows
 
     for section, source in (("data", config.data), ("validation", config.validation)):
         if isinstance(source, ChatSourceConfig) and source.is_local:
             open_rows(source, section=section)
-    is_local = config.model.name.startswith(("/", ".", "~"))
-    if is_local and not config.model.name.endswith(".gguf"):  # which would be converted here
-        resolve_model(config.model)
-
-
-def _resolved(config: SFTConfig) -> str:
-    # `clean` and `resume` are acts of one command, not properties of the run: read back, they would delete or
-    # leave behind what was trained since.
-    return to_toml(
-        config.model_copy(update={"clean": False, "resume": None}),
-        header="Resolved configuration; run it with `sft @ THIS_FILE`.",
-    )
 
 
 def _dry_run(config: SFTConfig, folder: RunFolder) -> int:
     """Write the resolved configuration and say what a real run would do with the folder."""
     _number_of_processes(config)
-    name = "sft.toml"
-    try:
-        run_folder.check_usable(folder, resume=False, clean=False)
-    except RunFolderError as error:
-        name = "dry_run.toml"  # config/sft.toml is that of the run in the folder
-        if config.resume is None and not config.clean:
-            print(f"note: without --dry-run this would be refused: {error}", file=sys.stderr)
-    try:
-        _check_inputs(config)
-    except TailraceError as error:
-        # A configuration may be written on one machine for another.
-        print(f"note: on this machine it would be refused: {error}", file=sys.stderr)
-    path = run_folder.write_config(folder, _resolved(config), name)
+    prefix = dry_run_prefix(config, folder, lambda: _check_inputs(config))
+    path = run_folder.write_config(folder, resolved(config, "sft"), f"{prefix or 'sft'}.toml")
     print(f"the configuration is valid; resolved: {path}")
     return EXIT_OK
 

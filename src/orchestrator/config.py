@@ -83,7 +83,7 @@ class RolloutConfig(Settings):
         default=4,
         ge=0,
         description="Most updates between the weights that sampled a token and those it is trained from; "
-        "older groups are dropped, counted, and sampled again.",
+        "older groups are dropped, counted, and sampled again. Bounds the lead, too.",
     )
     max_concurrent: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="Episodes at a time; None is those of max_lead + 1 batches."
@@ -113,6 +113,12 @@ class RolloutConfig(Settings):
         default=60.0,
         gt=0,
         description="Longest time for which the policy server may be out of reach, in seconds.",
+    )
+    version_timeout_seconds: float = Field(
+        default=1800.0,
+        gt=0,
+        description="Longest wait for the trainer, in seconds: for the first version of the policy, for the "
+        "next, and for the acknowledgement of the end.",
     )
 
     @property

@@ -5,7 +5,11 @@ panel below which nothing else is printed: messages of the log and notes scroll 
 
 Values of a step are looked up by these names; a missing one or None is left out, other names are ignored:
 
+    reward/mean        mean over the step's episodes (RL)
     loss               mean over the step's trainable tokens
+    entropy            of the policy at the sampled tokens, in nats (RL)
+    mismatch_kl        KL divergence of the trainer's policy from the sampler's (RL)
+    staleness/mean     versions by which the sampled tokens are old (RL)
     grad_norm          L2 norm over all parameters, before clipping
     lr                 learning rate
     tokens_per_second  over all ranks
@@ -13,7 +17,10 @@ Values of a step are looked up by these names; a missing one or None is left out
     memory_bytes       held on the device (or by the process, on a CPU), most of any rank
     eta_seconds        time left, in seconds
     epoch              passes over the data
-    step_seconds       time of the step, in seconds (panel only)
+    step_seconds       time of the step, in seconds (panel only, as are the next)
+    time/data          the part of it in which the step waited for its batch
+    length/mean        tokens of an episode (RL)
+    groups/dropped     tasks whose episodes were not trained on (RL)
 """
 
 from __future__ import annotations
@@ -42,7 +49,9 @@ from telemetry.metrics import Value
 logger = logging.getLogger(__name__)
 
 _REFRESHES_PER_SECOND = 2
-_NUM_LOSSES = 512
+_CURVES = {"reward/mean": "reward", "loss": "loss"}
+"""Values of which the panel shows the curve, and their titles: the first that a step has."""
+_CURVE_LEN = 512
 
 
 class Console:
@@ -70,7 +79,8 @@ class Console:
         self._first_step = 1
         self._step = 0
         self._values: Mapping[str, Value] = {}
-        self._losses: deque[float] = deque(maxlen=_NUM_LOSSES)
+        self._curve: deque[float] = deque(maxlen=_CURVE_LEN)
+        self._curve_title = ""
         self._start_time = time.monotonic()
 
     @classmethod
@@ -117,11 +127,12 @@ class Console:
 
     def step(self, step: int, values: Mapping[str, Value]) -> None:
         """Show a completed step (see the names above)."""
-        loss = values.get("loss")
+        name = next((name for name in _CURVES if values.get(name) is not None), "loss")
+        value = values.get(name)
         with self._lock:
-            self._step, self._values = step, dict(values)
-            if isinstance(loss, int | float) and math.isfinite(loss):
-                self._losses.append(float(loss))
+            self._step, self._values, self._curve_title = step, dict(values), _CURVES[name]
+            if isinstance(value, int | float) and math.isfinite(value):
+                self._curve.append(float(value))
         is_due = step % self._interval == 0 or step in (self._first_step, self._total_steps)
         if self._live is None and is_due:
             self._print_step(values)
@@ -191,7 +202,7 @@ class Console:
     def _panel(self) -> RenderableType:
         with self._lock:
             step_text = self._step_text()
-            values, losses = self._values, list(self._losses)
+            values, curve, curve_title = self._values, list(self._curve), self._curve_title
             done = self._step - self._first_step + 1
         width = max(20, self._console.width - 4)
         elapsed = format_duration(time.monotonic() - self._start_time)
@@ -206,8 +217,9 @@ class Console:
         )
         head.add_row(step_text, bar, Text(f"elapsed {elapsed}", style="dim"))
         parts: list[RenderableType] = [head, _value_grid(values, width)]
-        if len(losses) > 1:
-            parts.append(Text.assemble(("loss ", "dim"), (sparkline(losses, width - 5), "cyan")))
+        if len(curve) > 1:
+            line = sparkline(curve, width - len(curve_title) - 1)
+            parts.append(Text.assemble((f"{curve_title} ", "dim"), (line, "cyan")))
         return Panel(Group(*parts), title=Text(self._title), title_align="left", border_style="blue")
 
 

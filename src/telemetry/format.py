@@ -45,7 +45,11 @@ class Column:
 
 
 COLUMNS = (
+    Column("reward/mean", "reward", 7, lambda value: f"{value:.4f}"),
     Column("loss", "loss", 7, lambda value: f"{value:.4f}"),
+    Column("entropy", "entropy", 6, lambda value: f"{value:.3f}"),
+    Column("mismatch_kl", "kl", 7, lambda value: f"{value:.1e}"),
+    Column("staleness/mean", "age", 4, lambda value: f"{value:.2f}"),
     Column("grad_norm", "norm", 7, lambda value: f"{value:.3g}"),
     Column("lr", "lr", 8, lambda value: f"{value:.2e}"),
     Column("tokens_per_second", "tok/s", 6, format_count),
@@ -54,7 +58,12 @@ COLUMNS = (
     Column("eta_seconds", "eta", 7, format_duration),
     Column("epoch", "epoch", 5, lambda value: f"{value:.2f}"),
 )
-DETAILS = (Column("step_seconds", "s/step", 7, lambda value: f"{value:.2f}"),)
+DETAILS = (
+    Column("step_seconds", "s/step", 7, lambda value: f"{value:.2f}"),
+    Column("time/data", "waiting", 7, lambda value: f"{value:.2f} s"),
+    Column("length/mean", "length", 7, lambda value: f"{value:.1f}"),
+    Column("groups/dropped", "dropped", 7, format_count),
+)
 
 
 def format_value(column: Column, value: Value) -> str:

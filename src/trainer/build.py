@@ -11,46 +11,47 @@ import functools
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
-from rich.console import Console as RichConsole
 
 from contract.errors import ModelError
 from contract.layout import RunFolder
 from contract.model_files import ModelSource, load_tokenizer, resolve_model
 from telemetry.console import Console
-from telemetry.log import terminal
-from telemetry.metrics import JsonlSink, Metrics, MetricSink
-from trainer.checkpoint.base import Part
+from trainer.checkpoint.base import Companion, Part
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.resume import ResumePlan, plan_resume
-from trainer.config import SFTConfig
-from trainer.config.data import ChatDataConfig
+from trainer.config import RLTrainConfig, SFTConfig, TrainConfig
 from trainer.engine import Engine
-from trainer.hooks.build import build_hooks
+from trainer.feed import Feed, open_dataset, open_stream
+from trainer.hooks.base import Hook
+from trainer.hooks.build import build_dataset_hooks, build_hooks
+from trainer.hooks.run_end import RunEndHook
 from trainer.loop import Loop
 from trainer.model.build import build_model, describe
 from trainer.model.causal_lm import CausalLM
+from trainer.objective.base import Objective
 from trainer.objective.cross_entropy import CrossEntropy
+from trainer.objective.policy_gradient import PolicyGradient
+from trainer.objective.policy_loss import build_token_loss
 from trainer.optimizer.base import Optimizer
 from trainer.optimizer.factory import build_optimizer
 from trainer.optimizer.schedule import build_schedule
+from trainer.parallel.layout import LogicalTensor
 from trainer.parallel.mesh import build_mesh
 from trainer.parallel.process import Process
 from trainer.parallel.shard import shard_model
 from trainer.parallel.stop import Requests
-from trainer.parts import DataPart, ModelPart, StatePart, TrackerPart
+from trainer.parts import DataPart, ModelPart, SnapshotCompanion, StatePart, TrackerPart
+from trainer.publish.base import NoPublisher, Publisher
 from trainer.reporter import StepReporter
+from trainer.sinks import open_console, open_metrics
 from trainer.source.base import Source
-from trainer.source.dataset import ChatSource
-from trainer.source.fake import FakeSource
-from trainer.source.prepare import default_cache_dir
-from trainer.source.validation import ValidationRows
 from trainer.state import TrainState
 from trainer.summary import find_peak, start_summary
 
@@ -59,7 +60,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_ORCHESTRATOR = "orchestrator"
+"""Component of a checkpoint: what the orchestrator goes on from."""
+
 _T = TypeVar("_T")
+_Weights = Callable[[], Mapping[str, LogicalTensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +84,33 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class _Data:
-    source: Source
-    validation: ValidationRows | None
+class _Kind:
+    """What differs between the kinds of training.
+
+    Attributes:
+        companions: other processes whose state lies in the checkpoints.
+        build_objective: of the size of the vocabulary.
+        build_publisher: of the weights that it hands out.
+        build_hooks: of the engine; those before and after the export.
+    """
+
     tokenizer: PreTrainedTokenizerBase
+    feed: Feed[Source]
+    build_objective: Callable[[int], Objective]
+    build_hooks: Callable[[Engine], tuple[Sequence[Hook], Sequence[Hook]]]
+    build_publisher: Callable[[_Weights], Publisher] = lambda weights: NoPublisher()
+    companions: Mapping[str, Companion] = field(default_factory=dict)
 
 
-def build_sft(
-    config: SFTConfig, process: Process, requests: Requests, folder: RunFolder, attempt: int, stack: ExitStack
+def build_run(
+    config: TrainConfig,
+    process: Process,
+    requests: Requests,
+    folder: RunFolder,
+    attempt: int,
+    stack: ExitStack,
 ) -> Run:
-    """Everything of an SFT run, resumed if `config.resume` says so.
+    """Everything of a run, resumed if `config.resume` says so.
 
     Args:
         stack: takes what must be closed.
@@ -98,64 +120,124 @@ def build_sft(
     # Before anything slow: a resume that cannot work is refused at once.
     plan = _plan_resume(config, process, folder)
     files = _first_on_each_machine(process, lambda: resolve_model(config.model))
-    console = stack.enter_context(_open_console(config, process))
-    data = _first_on_each_machine(process, lambda: _open_data(config, process, files))
-    _warn_of_micro_batch(config, process)
+    console = stack.enter_context(open_console(config, process))
+    state, tracker = TrainState(), TrackerPart()
+    kind = _first_on_each_machine(
+        process, lambda: _open_kind(config, process, requests, folder, files, console, state, stack)
+    )
+    source = kind.feed.source
 
     model = _build_model(config, process, files)
     shape = describe(model)
-    engine, optimizer = _build_engine(config, process, model)
+    engine, optimizer = _build_engine(config, process, model, kind.build_objective(model.vocab_size))
     stack.push(_closing(optimizer))
-    _check_sizes(config, model, data.tokenizer)
+    _check_sizes(config, model, kind)
 
-    state, tracker = TrainState(), TrackerPart()
     weights = ModelPart(model, optimizer)
-    parts = _list_parts(weights, optimizer, state, data.source, tracker)
-    checkpoint = stack.enter_context(_open_checkpoint(config, process, folder, parts, model, optimizer))
+    parts = _list_parts(weights, optimizer, state, source, tracker)
+    checkpoint = stack.enter_context(
+        _open_checkpoint(config, process, folder, parts, kind.companions, model, optimizer)
+    )
     _resume(checkpoint, plan, folder, tracker)
-    total_steps = config.max_steps or state.step + (data.source.steps_left or 0)
+    total_steps = config.max_steps or state.step + (source.steps_left or 0)
     peak = find_peak(config, process)
-    metrics = stack.enter_context(_open_metrics(config, process, folder, attempt, tracker, state))
+    metrics = stack.enter_context(open_metrics(config, process, folder, attempt, tracker, state))
     reporter = StepReporter(
         process, metrics, console, shape, peak, peak_lr=config.optimizer.lr, total_steps=total_steps
     )
-    tokenizer, validation = data.tokenizer, data.validation
+    publisher = kind.build_publisher(weights.tensors)
+    stack.callback(publisher.close)
+    before, after = kind.build_hooks(engine)
     hooks = build_hooks(
-        config, process, requests, folder, files, weights.tensors, engine, console, tokenizer, validation
+        config,
+        process,
+        folder,
+        files,
+        weights.tensors,
+        kind.tokenizer,
+        before_export=before,
+        after_export=after,
     )
     for hook in hooks:
         stack.callback(hook.close)
-    schedule = build_schedule(config.schedule, _schedule_steps(config, state, total_steps, plan))
     loop = Loop(
         process=process,
         engine=engine,
-        source=data.source,
+        source=source,
+        publisher=publisher,
         checkpoint=checkpoint,
         hooks=hooks,
         reporter=reporter,
         requests=requests,
         state=state,
-        schedule=schedule,
+        schedule=build_schedule(config.schedule, _schedule_steps(config, state, total_steps, plan)),
         total_steps=total_steps,
         on_non_finite=config.optimizer.on_non_finite,
     )
-    sources = {**data.source.summary(), **(data.validation.summary() if data.validation else {})}
-    console.summary(start_summary(config, process, shape, files, sources, peak, folder, plan, total_steps))
+    console.summary(start_summary(config, process, shape, files, kind.feed, peak, folder, plan, total_steps))
     console.start(total_steps, state.step + 1)
     return Run(loop, state, console, reporter, total_steps, start_time)
 
 
-def _check_sizes(config: SFTConfig, model: CausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
-    if len(tokenizer) > model.vocab_size:
+def _open_kind(
+    config: TrainConfig,
+    process: Process,
+    requests: Requests,
+    folder: RunFolder,
+    files: ModelSource,
+    console: Console,
+    state: TrainState,
+    stack: ExitStack,
+) -> _Kind:
+    """Open the source of `config`, and know the rest of its kind."""
+    tokenizer = load_tokenizer(config.model, files)
+    if isinstance(config, RLTrainConfig):
+        stream = open_stream(config, process, folder, state, stack)
+        token_loss = build_token_loss(config.loss)
+        # SFT has no use for the libraries that it loads.
+        from trainer.publish.build import build_publisher
+
+        return _Kind(
+            tokenizer,
+            stream,
+            build_objective=lambda vocab_size: PolicyGradient(vocab_size, token_loss),
+            build_hooks=lambda engine: ((), (RunEndHook(stream.source, process, requests),)),
+            build_publisher=lambda weights: build_publisher(
+                # What the trainer computes with: the sampler must not have weights of another rounding.
+                config,
+                process,
+                folder,
+                weights,
+                dtype=process.device.compute_dtype(config.model.compute_dtype),
+            ),
+            companions={_ORCHESTRATOR: SnapshotCompanion(stream.source)},
+        )
+    assert isinstance(config, SFTConfig)
+    dataset = open_dataset(config, process, tokenizer)
+    return _Kind(
+        tokenizer,
+        dataset,
+        build_objective=CrossEntropy,
+        build_hooks=lambda engine: (
+            build_dataset_hooks(config, process, requests, engine, console, tokenizer, dataset.validation),
+            (),
+        ),
+    )
+
+
+def _check_sizes(config: TrainConfig, model: CausalLM, kind: _Kind) -> None:
+    num_tokens = len(kind.tokenizer)
+    if num_tokens > model.vocab_size:
         raise ModelError(
-            f"the tokenizer has {len(tokenizer):,} tokens, but the model {config.model.name!r} embeds "
+            f"the tokenizer has {num_tokens:,} tokens, but the model {config.model.name!r} embeds "
             f"{model.vocab_size:,}; set model.tokenizer to the model's own"
         )
     longest = getattr(model.lm.config.get_text_config(), "max_position_embeddings", None)
-    if longest is not None and config.data.seq_len > longest:
+    if longest is not None and kind.feed.seq_len > longest:
         logger.warning(
-            "data.seq_len = %d is beyond the %d positions that the model was made for",
-            config.data.seq_len,
+            "%s = %d is beyond the %d positions that the model was made for",
+            kind.feed.seq_len_key,
+            kind.feed.seq_len,
             longest,
         )
 
@@ -189,20 +271,22 @@ def _closing(optimizer: Optimizer) -> Callable[[Any, BaseException | None, Any],
     return close
 
 
-def _plan_resume(config: SFTConfig, process: Process, folder: RunFolder) -> ResumePlan | None:
+def _plan_resume(config: TrainConfig, process: Process, folder: RunFolder) -> ResumePlan | None:
     if config.resume is None:
         return None
-    plan = plan_resume(config.resume, folder, process, config.model_dump(mode="json"))
+    companions = (_ORCHESTRATOR,) if isinstance(config, RLTrainConfig) else ()
+    plan = plan_resume(config.resume, folder, process, config.model_dump(mode="json"), companions=companions)
     if plan is None and process.is_main:
         logger.warning("the run ended before its first checkpoint: it starts again at step 0")
     return plan
 
 
 def _open_checkpoint(
-    config: SFTConfig,
+    config: TrainConfig,
     process: Process,
     folder: RunFolder,
     parts: Mapping[str, Part],
+    companions: Mapping[str, Companion],
     model: CausalLM,
     optimizer: Optimizer,
 ) -> CheckpointManager:
@@ -212,6 +296,7 @@ def _open_checkpoint(
         process,
         parts,
         config.model_dump(mode="json"),
+        companions=companions,
         state_owners=[optimizer],
         is_state_on_host=config.model.offload != "none",
         model_buffers=model.run_state().keys() - model.run_parameters().keys(),
@@ -235,17 +320,6 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _warn_of_micro_batch(config: SFTConfig, process: Process) -> None:
-    per_rank = config.data.batch_size // process.world_size
-    if config.data.micro_batch_size > per_rank and process.is_main:
-        logger.warning(
-            "data.micro_batch_size = %d is more than the %d rows that each rank has per update; %d are used",
-            config.data.micro_batch_size,
-            per_rank,
-            per_rank,
-        )
-
-
 def _first_on_each_machine(process: Process, function: Callable[[], _T]) -> _T:
     """Call `function` on one rank of each machine, then on the others, which find its files in the cache."""
     if process.local_rank != 0:
@@ -256,35 +330,7 @@ def _first_on_each_machine(process: Process, function: Callable[[], _T]) -> _T:
     return result
 
 
-def _open_console(config: SFTConfig, process: Process) -> Console:
-    if not process.is_main:
-        return Console.silent()
-    return Console(config.run_name, live=config.log.live, interval=config.log.interval)
-
-
-def _open_data(config: SFTConfig, process: Process, files: ModelSource) -> _Data:
-    tokenizer = load_tokenizer(config.model, files)
-    place: dict[str, Any] = {"rank": process.rank, "world_size": process.world_size}
-    if not isinstance(config.data, ChatDataConfig):
-        source: Source = FakeSource(
-            config.data, vocab_size=len(tokenizer), seed=config.seed, max_epochs=config.max_epochs, **place
-        )
-        return _Data(source, None, tokenizer)
-    progress: RichConsole | None = terminal() if process.is_main else None
-    shared = {
-        **place,
-        "pad_rows": config.model.compile,
-        "cache_dir": default_cache_dir(),
-        "console": progress,
-    }
-    source = ChatSource(config.data, tokenizer, seed=config.seed, max_epochs=config.max_epochs, **shared)
-    validation = None
-    if config.validation is not None:
-        validation = ValidationRows(config.validation, config.data, tokenizer, **shared)
-    return _Data(source, validation, tokenizer)
-
-
-def _build_model(config: SFTConfig, process: Process, files: ModelSource) -> CausalLM:
+def _build_model(config: TrainConfig, process: Process, files: ModelSource) -> CausalLM:
     device = process.device
     compute_dtype = device.compute_dtype(config.model.compute_dtype)
     if compute_dtype is torch.bfloat16 and device.kind == "cpu" and process.is_main:
@@ -308,7 +354,9 @@ def _build_model(config: SFTConfig, process: Process, files: ModelSource) -> Cau
     )
 
 
-def _build_engine(config: SFTConfig, process: Process, model: CausalLM) -> tuple[Engine, Optimizer]:
+def _build_engine(
+    config: TrainConfig, process: Process, model: CausalLM, objective: Objective
+) -> tuple[Engine, Optimizer]:
     optimizer = build_optimizer(
         config.optimizer,
         model.run_parameters(),
@@ -321,7 +369,7 @@ def _build_engine(config: SFTConfig, process: Process, model: CausalLM) -> tuple
     engine = Engine(
         model,
         optimizer,
-        CrossEntropy(model.vocab_size),
+        objective,
         process.device,
         is_varlen=config.model.attention == "varlen",
         max_grad_norm=config.optimizer.max_grad_norm,
@@ -329,7 +377,7 @@ def _build_engine(config: SFTConfig, process: Process, model: CausalLM) -> tuple
     return engine, optimizer
 
 
-def _schedule_steps(config: SFTConfig, state: TrainState, total_steps: int, plan: ResumePlan | None) -> int:
+def _schedule_steps(config: TrainConfig, state: TrainState, total_steps: int, plan: ResumePlan | None) -> int:
     """Updates that the schedule spans: with a schedule started afresh, those that are left."""
     if plan is None:
         return total_steps
@@ -339,45 +387,6 @@ def _schedule_steps(config: SFTConfig, state: TrainState, total_steps: int, plan
     return total_steps
 
 
-def _open_metrics(
-    config: SFTConfig,
-    process: Process,
-    folder: RunFolder,
-    attempt: int,
-    tracker: TrackerPart,
-    state: TrainState,
-) -> Metrics:
-    if not process.is_main:
-        return Metrics([])
-    jsonl = JsonlSink(folder.metrics, attempt=attempt)
-    sinks: list[MetricSink] = [jsonl]
-    if config.wandb is not None:
-        from telemetry.trackers import WandbSink
-
-        sink = WandbSink(
-            folder.root,
-            project=config.wandb.project,
-            run_id=tracker.ids.get("wandb"),
-            num_earlier_records=jsonl.num_records,
-            entity=config.wandb.entity,
-            run_name=config.wandb.name or config.run_name,
-            group=config.wandb.group,
-            tags=config.wandb.tags,
-            offline=config.wandb.offline,
-            config=config.model_dump(mode="json"),
-        )
-        tracker.ids["wandb"] = sink.run_id
-        sinks.append(sink)
-    if config.tensorboard is not None:
-        from telemetry.trackers import TensorboardSink
-
-        flush_seconds = config.tensorboard.flush_seconds
-        sinks.append(
-            TensorboardSink(folder.tensorboard, flush_seconds=flush_seconds, first_step=state.step + 1)
-        )
-    return Metrics(sinks)
-
-
-def run_folder(config: SFTConfig) -> RunFolder:
+def run_folder(config: TrainConfig) -> RunFolder:
     """Where the run of `config` lies."""
     return RunFolder.of_run(config.output_dir, config.run_name, config.checkpoint_url)

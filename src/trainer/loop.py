@@ -1,7 +1,7 @@
 """The training loop, the same for every kind of training.
 
-One iteration is one optimizer update. What differs between kinds of training is in the source, the objective
-and the hooks; the loop never asks which they are. Every method is collective.
+One iteration is one optimizer update. What differs between kinds of training is in the source, the objective,
+the publisher and the hooks; the loop never asks which they are. Every method is collective.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from trainer.hooks.base import Hook
 from trainer.optimizer.schedule import Schedule
 from trainer.parallel.process import Process
 from trainer.parallel.stop import Decision, Requests
-from trainer.source.base import Source
+from trainer.publish.base import Publisher
+from trainer.source.base import PENDING, Source
 from trainer.state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class Loop:
         process: Process,
         engine: Engine,
         source: Source,
+        publisher: Publisher,
         checkpoint: CheckpointManager,
         hooks: Sequence[Hook],
         reporter: Reporter,
@@ -88,6 +90,7 @@ class Loop:
         self._process = process
         self._engine = engine
         self._source = source
+        self._publisher = publisher
         self._checkpoint = checkpoint
         self._hooks = hooks
         self._reporter = reporter
@@ -104,9 +107,16 @@ class Loop:
         self._requests.arm()
         decision = self._decide()
         if not decision.ending and first_step < self._total_steps:
+            # First of all, so that who samples from the policy can begin meanwhile.
+            self._report(self._publisher.publish(first_step))
             self._run_hooks("before_training")
             decision = self._decide()
-        while not decision.ending and self._state.step < self._total_steps and self._step():
+        while not decision.ending and self._state.step < self._total_steps:
+            batch, decision = self._next_batch()
+            counts = self._agree_on_counts(batch)
+            if batch is None or counts is None:
+                break
+            self._step(batch, counts)
             decision = self._decide()
         steps_done = self._state.step - first_step
         if steps_done:
@@ -120,24 +130,33 @@ class Loop:
         """Whether the run goes on, by all ranks together; saves now if that was asked for."""
         decision = self._requests.decide(self._process, self._state.step)
         if decision.save:
-            self._report_save(self._checkpoint.save_if_due(self._state.step, now=True))
+            self._report(self._checkpoint.save_if_due(self._state.step, now=True))
         return decision
 
-    def _step(self) -> bool:
-        """One update; False if there is no more data."""
+    def _next_batch(self) -> tuple[StepBatch | None, Decision]:
+        """The batch of the next update, waiting for it; None if there is no more data, or if the decision is
+        to end before it came.
+        """
         self._spans.restart()
-        self._report_save(self._checkpoint.poll())
-        with self._spans.span("data"):
-            batch = self._source.next_step()
-        counts = self._agree_on_counts(batch)
-        if batch is None or counts is None:
-            return False
+        while True:
+            self._report(self._checkpoint.poll())
+            with self._spans.span("data"):
+                batch = self._source.next_step()
+            if batch is not PENDING:
+                return batch, Decision()
+            decision = self._decide()
+            if decision.ending:
+                return None, decision
+
+    def _step(self, batch: StepBatch, counts: _Counts) -> None:
+        """One update, and what follows it."""
         values = self._update(batch, counts)
+        # Before the save, which who samples from the policy need not wait for.
+        published = self._publisher.publish(self._state.step)
         times = self._spans.collect()
-        self._reporter.report(self._state, {**values, **times}, batch)
-        self._report_save(self._checkpoint.save_if_due(self._state.step))
+        self._reporter.report(self._state, {**values, **published, **times}, batch)
+        self._report(self._checkpoint.save_if_due(self._state.step))
         self._run_hooks("after_step")
-        return True
 
     def _agree_on_counts(self, batch: StepBatch | None) -> _Counts | None:
         """Global counts of trainable tokens per component, or None if the data is exhausted."""
@@ -210,15 +229,13 @@ class Loop:
 
     def _save_last(self) -> None:
         # The save in flight may be of an earlier step, whose figures would be lost among those of the last.
-        self._report_save(self._checkpoint.poll(wait=True))
-        self._report_save(self._checkpoint.save_if_due(self._state.step, last=True))
+        self._report(self._checkpoint.poll(wait=True))
+        self._report(self._checkpoint.save_if_due(self._state.step, last=True))
 
-    def _report_save(self, values: Values | None) -> None:
+    def _report(self, values: Values | None) -> None:
         if values:
             self._reporter.report(self._state, values, None)
 
     def _run_hooks(self, event: Literal["before_training", "after_step", "finish"]) -> None:
         for hook in self._hooks:
-            values = getattr(hook, event)(self._state)
-            if values:
-                self._reporter.report(self._state, values, None)
+            self._report(getattr(hook, event)(self._state))

@@ -1,4 +1,6 @@
-"""The parts of a checkpoint that belong to nobody else: model, progress, schedule, data position, tracker."""
+"""The parts of a checkpoint that belong to nobody else: model, progress, schedule, data position, tracker;
+and the state of another process, which comes with the batches.
+"""
 
 from __future__ import annotations
 
@@ -113,6 +115,27 @@ class DataPart(ValuesPart):
     def loaded(self, values: Mapping[str, Any]) -> None:
         """See `Part`."""
         self._source.load_state_dict(values)
+
+
+class Snapshots(Protocol):
+    """Who keeps the state of another process (a source of rollouts); see `source.stream.StreamSource`."""
+
+    snapshot: bytes
+
+
+class SnapshotCompanion:
+    """The state of another process that came with the last batch. Implements `checkpoint.base.Companion`."""
+
+    def __init__(self, snapshots: Snapshots) -> None:
+        self._snapshots = snapshots
+
+    def content(self) -> bytes:
+        """See `Companion`."""
+        return self._snapshots.snapshot
+
+    def loaded(self, content: bytes) -> None:
+        """See `Companion`."""
+        self._snapshots.snapshot = content
 
 
 class TrackerPart(ValuesPart):

@@ -17,12 +17,14 @@ from telemetry.memory import (
     format_bytes,
 )
 from trainer.checkpoint.resume import ResumePlan
-from trainer.config import SFTConfig
+from trainer.config import TrainConfig
 from trainer.config.optimizer import AdamWConfig, MuonConfig, SGDConfig
+from trainer.feed import Feed
 from trainer.model.build import ModelShape
 from trainer.objective.logprob import LOGITS_BYTES
 from trainer.parallel.process import Process
 from trainer.reporter import Peak
+from trainer.source.base import Source
 
 _OFFLOAD_WORDS = {
     "none": "",
@@ -33,7 +35,7 @@ _OFFLOAD_WORDS = {
 Sections = dict[str, Mapping[str, str]]
 
 
-def find_peak(config: SFTConfig, process: Process) -> Peak:
+def find_peak(config: TrainConfig, process: Process) -> Peak:
     """The peak that MFU is measured against: as configured, known of the GPU, or measured now."""
     if config.log.peak_tflops is not None:
         return Peak(config.log.peak_tflops, "log.peak_tflops")
@@ -49,11 +51,11 @@ def find_peak(config: SFTConfig, process: Process) -> Peak:
 
 
 def start_summary(
-    config: SFTConfig,
+    config: TrainConfig,
     process: Process,
     shape: ModelShape,
     files: ModelSource,
-    sources: Mapping[str, str],
+    feed: Feed[Source],
     peak: Peak,
     folder: RunFolder,
     plan: ResumePlan | None,
@@ -64,17 +66,17 @@ def start_summary(
         "run": {"folder": str(folder.root), "steps": f"{total_steps:,}", "seed": str(config.seed)},
         "model": _model_rows(config, shape, files),
         "processes": _process_rows(config, process, peak),
-        "data": {**_batch_rows(config, process), **sources},
+        "data": feed.rows,
         "optimizer": _optimizer_rows(config),
         "checkpoints": _checkpoint_rows(config),
-        "memory (estimate)": _memory_rows(config, process, shape),
+        "memory (estimate)": _memory_rows(config, process, shape, feed),
     }
     if plan is not None:
         sections["resume"] = {str(number): line for number, line in enumerate(plan.lines(), 1)}
     return sections
 
 
-def _model_rows(config: SFTConfig, shape: ModelShape, files: ModelSource) -> dict[str, str]:
+def _model_rows(config: TrainConfig, shape: ModelShape, files: ModelSource) -> dict[str, str]:
     rows = {
         "name": files.name,
         "parameters": f"{shape.num_parameters:,}{' (tied embeddings)' if shape.is_tied else ''}",
@@ -92,7 +94,7 @@ def _model_rows(config: SFTConfig, shape: ModelShape, files: ModelSource) -> dic
     return rows
 
 
-def _process_rows(config: SFTConfig, process: Process, peak: Peak) -> dict[str, str]:
+def _process_rows(config: TrainConfig, process: Process, peak: Peak) -> dict[str, str]:
     replicate = config.deployment.dp_replicate
     dtype = process.device.compute_dtype(config.model.compute_dtype)
     return {
@@ -105,16 +107,7 @@ def _process_rows(config: SFTConfig, process: Process, peak: Peak) -> dict[str, 
     }
 
 
-def _batch_rows(config: SFTConfig, process: Process) -> dict[str, str]:
-    data = config.data
-    per_rank = data.batch_size // process.world_size
-    micro = min(data.micro_batch_size, per_rank)
-    return {
-        "batch": f"{data.batch_size} rows of {data.seq_len} tokens; {per_rank} per rank, {micro} at a time"
-    }
-
-
-def _optimizer_rows(config: SFTConfig) -> dict[str, str]:
+def _optimizer_rows(config: TrainConfig) -> dict[str, str]:
     optimizer, schedule = config.optimizer, config.schedule
     clip = "off" if optimizer.max_grad_norm is None else f"{optimizer.max_grad_norm:g}"
     warmup = f", {schedule.warmup_steps} warm-up steps" if schedule.warmup_steps else ""
@@ -125,7 +118,7 @@ def _optimizer_rows(config: SFTConfig) -> dict[str, str]:
     }
 
 
-def _checkpoint_rows(config: SFTConfig) -> dict[str, str]:
+def _checkpoint_rows(config: TrainConfig) -> dict[str, str]:
     if config.ckpt is None:
         rows = {"save": "never (--no-ckpt)"}
     else:
@@ -145,7 +138,9 @@ def _checkpoint_rows(config: SFTConfig) -> dict[str, str]:
     return rows
 
 
-def _memory_rows(config: SFTConfig, process: Process, shape: ModelShape) -> dict[str, str]:
+def _memory_rows(
+    config: TrainConfig, process: Process, shape: ModelShape, feed: Feed[Source]
+) -> dict[str, str]:
     optimizer = config.optimizer
     state_bytes = 0.0
     if isinstance(optimizer, AdamWConfig):
@@ -157,8 +152,7 @@ def _memory_rows(config: SFTConfig, process: Process, shape: ModelShape) -> dict
     elif isinstance(optimizer, SGDConfig) and optimizer.momentum:
         state_bytes = 4
     dtype = process.device.compute_dtype(config.model.compute_dtype)
-    per_rank = config.data.batch_size // process.world_size
-    num_tokens = config.data.seq_len * min(config.data.micro_batch_size, per_rank)
+    num_tokens = feed.seq_len * feed.rows_at_a_time
     activations = estimate_activation_memory(
         num_tokens=min(num_tokens, LOGITS_BYTES // (4 * shape.vocab_size)),
         hidden_size=0,
@@ -189,7 +183,9 @@ def _memory_rows(config: SFTConfig, process: Process, shape: ModelShape) -> dict
     return rows
 
 
-def _split_memory(config: SFTConfig, estimate: MemoryEstimate, compute_dtype: torch.dtype) -> dict[str, str]:
+def _split_memory(
+    config: TrainConfig, estimate: MemoryEstimate, compute_dtype: torch.dtype
+) -> dict[str, str]:
     """What of the estimate is on the device, and what offload keeps on the host."""
     if config.model.offload == "none":
         return estimate.summary()

@@ -37,6 +37,7 @@ from trainer.optimizer.factory import build_optimizer
 from trainer.parallel.process import Process
 from trainer.parallel.stop import Requests
 from trainer.parts import DataPart, ModelPart, StatePart
+from trainer.publish.base import NoPublisher
 from trainer.state import TrainState
 
 SAVED_STEPS = (2, 4)
@@ -112,6 +113,7 @@ class Run:
             process=self.process,
             engine=engine,
             source=self.source,
+            publisher=NoPublisher(),
             checkpoint=manager,
             hooks=hooks,
             reporter=recorder,

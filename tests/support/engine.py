@@ -36,6 +36,7 @@ from trainer.parallel.mesh import build_mesh
 from trainer.parallel.process import Process, open_process
 from trainer.parallel.shard import shard_model
 from trainer.parallel.stop import Requests
+from trainer.publish.base import NoPublisher
 from trainer.state import TrainState
 
 Array = npt.NDArray[Any]
@@ -212,6 +213,7 @@ def train(
         process=process,
         engine=engine,
         source=ListSource(batches),
+        publisher=NoPublisher(),
         checkpoint=CheckpointManager(None, RunFolder(Path("unused")), process, {}, {}),
         hooks=hooks,
         reporter=recorder,

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 _PRELOAD = [
@@ -75,20 +76,24 @@ def _collect(channels: list[Connection], timeout: float) -> list[Any]:
     return [results[rank] for rank in range(len(channels))]
 
 
+def forkserver() -> ForkServerContext:
+    """Starts processes in a tenth of a second: they are forked from one that has torch imported already."""
+    context = multiprocessing.get_context("forkserver")
+    # Only the first process that is started decides what is imported.
+    context.set_forkserver_preload(_PRELOAD)
+    return context
+
+
 def run_ranks(
     function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 120.0
 ) -> list[Any]:
     """Call `function(*arguments)` (a module-level function) on each of `world_size` gloo ranks; returns their
     results.
 
-    The processes are forked from a server that has torch imported already, so a rank starts in a tenth of a
-    second.
-
     Raises:
         AssertionError: a rank raised (with its traceback), or did not finish within `timeout` seconds.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context = forkserver()
     with tempfile.TemporaryDirectory() as folder:
         channels, processes = [], []
         for rank in range(world_size):

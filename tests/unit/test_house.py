@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from contract.settings.load import load_settings
+from launcher.rl_config import RLConfig
 from trainer.config import SFTConfig
 
 ROOT = Path(__file__).parents[2]
@@ -131,7 +132,13 @@ def test_light_packages_load_no_heavy_library() -> None:
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
     loaded, names = json.loads(result.stdout)
-    assert {"contract.errors", "telemetry.metrics", "launcher.sft", "trainer.config.run"} <= set(names)
+    assert {
+        "contract.errors",
+        "telemetry.metrics",
+        "launcher.rl",
+        "orchestrator.cli",
+        "trainer.config.run",
+    } <= set(names)
     assert not loaded, "\n".join(f"{module} is loaded by importing {name}" for module, name in loaded.items())
 
 
@@ -143,5 +150,6 @@ def test_there_are_configurations_to_check() -> None:
 
 @pytest.mark.parametrize("path", CONFIG_FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_shipped_configuration_loads(path: Path) -> None:
-    loaded = load_settings(SFTConfig, ["@", str(path)], prog="sft", description="")
-    assert loaded.notices == []
+    # Sources of tasks are what every RL run has, and no SFT run.
+    config = RLConfig if "sources" in tomllib.loads(path.read_text()) else SFTConfig
+    assert load_settings(config, ["@", str(path)], prog=path.name, description="").notices == []

@@ -6,7 +6,7 @@ prompt, its sampling and the weights, never on what else is running.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,6 +14,7 @@ from contract.policy import FinishReason, GenerateRequest, PauseMode
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedTokenizerBase
 
 NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
 """Weights under their Hugging Face names."""
@@ -52,7 +53,21 @@ class EngineStats:
 
 
 class Engine(Protocol):
-    """Draws tokens. All methods are called on one event loop, but the engine computes elsewhere."""
+    """Draws tokens. All methods are called on one event loop, but the engine computes elsewhere.
+
+    `draw` is an async generator: closing it ends the request.
+    """
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's, with its chat template."""
+        ...
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error that ended the engine for good; None while it works. The server looks at it several times
+        a second, and ends the process."""
+        ...
 
     @property
     def version(self) -> int:
@@ -69,7 +84,7 @@ class Engine(Protocol):
         """Whether a pause is in force."""
         ...
 
-    def draw(self, request: GenerateRequest) -> AsyncIterator[Drawn]:
+    def draw(self, request: GenerateRequest) -> AsyncGenerator[Drawn, None]:
         """Draw one sequence, piece by piece. Leaving the iterator early ends the request.
 
         Raises:

@@ -1,9 +1,11 @@
-"""What a checkpoint is made of: named parts, each with tensors and JSON values."""
+"""What a checkpoint is made of: named parts, each with tensors and JSON values; and the state of other
+processes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from trainer.hold import Hold
@@ -41,6 +43,20 @@ class Part(Protocol):
         ...
 
 
+class Companion(Protocol):
+    """State of another process that lies in the same commit, in a folder of its own (a *component* of the
+    step). What is in it is that process's business.
+    """
+
+    def content(self) -> bytes:
+        """JSON that belongs to the state of training as it is now; equal on all ranks."""
+        ...
+
+    def loaded(self, content: bytes) -> None:
+        """The run goes on from a step that holds `content`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """What one save writes: nothing in here may change until the write is over, but for what `hold` watches.
@@ -52,6 +68,7 @@ class Snapshot:
         config: the resolved configuration, JSON values.
         hold: over the pieces whose owner may change them as soon as they are written; None where the
             training step waits for the whole write.
+        companions: content of the state of every other process, by component.
     """
 
     step: int
@@ -59,6 +76,7 @@ class Snapshot:
     values: Mapping[str, Mapping[str, Any]]
     config: Mapping[str, Any]
     hold: Hold | None = None
+    companions: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def part_tensors(parts: Mapping[str, Part]) -> dict[str, LogicalTensor]:

@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -22,13 +23,13 @@ from contract.errors import CheckpointError
 from contract.layout import RunFolder
 from trainer.checkpoint import rng
 from trainer.checkpoint.agreement import on_all_ranks
-from trainer.checkpoint.base import Part, Snapshot, part_tensors
+from trainer.checkpoint.base import Companion, Part, Snapshot, part_tensors
 from trainer.checkpoint.history import History
 from trainer.checkpoint.inflight import InFlight
-from trainer.checkpoint.reader import load_step
+from trainer.checkpoint.reader import load_companions, load_step
 from trainer.checkpoint.resume import SKIP_FLAGS, ResumePlan, state_config
 from trainer.checkpoint.snapshot import SnapshotBuffers, refer
-from trainer.checkpoint.storage import COMPONENT, Storage, open_storage
+from trainer.checkpoint.storage import Storage, open_storage
 from trainer.checkpoint.writer import (
     WEIGHTS_PREFIX,
     SaveReport,
@@ -65,7 +66,7 @@ class CheckpointManager:
         state_owners: Sequence[StateOwner] = (),
         is_state_on_host: bool = False,
         model_buffers: Collection[str] = (),
-        components: tuple[str, ...] = (COMPONENT,),
+        companions: Mapping[str, Companion] | None = None,
         storage: Storage | None = None,
     ) -> None:
         """Look at the folder, and clear away what dead attempts left half-written.
@@ -78,7 +79,7 @@ class CheckpointManager:
             is_state_on_host: whether the optimizer's state lives there; `ckpt.async_save` applies only then.
             model_buffers: names of tensors of part `model` that may hold infinity all the same: they are no
                 parameters.
-            components: processes whose state must be in a step for it to be committed.
+            companions: state of other processes that is saved in every step, by component.
             storage: where steps lie; None is what `folder` says.
 
         Raises:
@@ -88,7 +89,7 @@ class CheckpointManager:
         self._process = process
         self._parts = parts
         self._resolved_config = state_config(resolved_config)
-        self._components = components
+        self._companions = dict(companions or {})
         self._folder = folder
         self._may_be_infinite = frozenset(f"{WEIGHTS_PREFIX}{name}" for name in model_buffers)
         self._storage = storage or open_storage(folder.steps, process.world_size)
@@ -235,14 +236,16 @@ class CheckpointManager:
 
     def _take(self, step: int, config: CheckpointConfig) -> Snapshot:
         generators = {f"{rng.PREFIX}{self._process.rank}": rng.capture(self._process.device)}
+        companions = {name: companion.content() for name, companion in self._companions.items()}
         if not self._is_async:
-            return refer(step, self._parts, generators, self._resolved_config)
+            snapshot = refer(step, self._parts, generators, self._resolved_config)
+            return replace(snapshot, companions=companions)
         seconds = config.write_timeout_seconds
         if self._process.world_size > 1:
             # While this rank's optimizer waits for the write, the others may wait for this rank in a
             # collective: they must not be the first to lose patience.
             seconds = min(seconds, self._process.timeout.total_seconds() / 2)
-        return self._buffers.take(
+        snapshot = self._buffers.take(
             step,
             self._parts,
             generators,
@@ -250,6 +253,7 @@ class CheckpointManager:
             timeout_seconds=seconds,
             on_timeout="raise" if config.on_failure == "stop" else "give_up",
         )
+        return replace(snapshot, companions=companions)
 
     def _write(self, snapshot: Snapshot, config: CheckpointConfig) -> SaveReport:
         """The write, on whichever thread it runs."""
@@ -261,7 +265,6 @@ class CheckpointManager:
                 self._process.background_group,
                 threads=config.writer_threads,
                 checksums=config.checksums,
-                components=self._components,
                 own_steps=self._history.own,
                 may_be_infinite=self._may_be_infinite,
             )
@@ -313,7 +316,8 @@ class CheckpointManager:
     def load(self, plan: ResumePlan) -> None:
         """Fill the parts from the step that `plan` names, all but those it skips; before the first step.
 
-        The random generators go with `progress`: a run that counts from 0 keeps its own.
+        The random generators go with `progress`: a run that counts from 0 keeps its own. Companions go with
+        `data`.
 
         Raises:
             CheckpointError: the step is damaged or does not fit this run.
@@ -329,6 +333,8 @@ class CheckpointManager:
             del parts[name]
         with_progress = "progress" not in plan.skipped
         load_step(plan.path, plan.record, parts, self._process, with_rng=with_progress)
+        if "data" not in plan.skipped:
+            load_companions(plan.path, self._companions, self._process)
         # Steps of this folder are ancestors only if the run goes on from one of them.
         is_own = plan.path.parent.resolve() == self._folder.steps.resolve()
         start_step = plan.step if with_progress else 0

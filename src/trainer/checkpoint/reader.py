@@ -24,7 +24,7 @@ from contract.record import CommitRecord
 from contract.store import Folder
 from trainer.checkpoint import rng
 from trainer.checkpoint.agreement import FAILURES, explain, on_all_ranks
-from trainer.checkpoint.base import Part
+from trainer.checkpoint.base import Companion, Part
 from trainer.checkpoint.storage import open_reader, read_file
 from trainer.checkpoint.tensors import EntryLoadPlanner, as_entries
 from trainer.checkpoint.writer import CONFIG_FILE, STATE_FILE
@@ -112,6 +112,20 @@ def load_step(
     if with_rng:
         # Last, because a part may draw random numbers while it takes its values over.
         _set_rng(targets, record, process)
+
+
+def load_companions(path: Folder, companions: Mapping[str, Companion], process: Process) -> None:
+    """Give each companion what the step folder `path` holds of it; collective, after `load_step`.
+
+    Raises:
+        CheckpointError: it cannot be read; raised on every rank.
+    """
+
+    def load() -> None:
+        for component, companion in companions.items():
+            companion.loaded(read_file(path, STATE_FILE, component))
+
+    on_all_ranks(process.control_group, f"{path} cannot be loaded", load)
 
 
 def _allocate(

@@ -4,17 +4,17 @@ one step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from contract.commit import ResolvedStep, inspect_step, resolve_step, scan
-from contract.errors import CheckpointError
+from contract.choice import choose_checkpoint
 from contract.layout import RunFolder
 from contract.record import CommitRecord
-from contract.store import Folder, parse_folder
+from contract.store import Folder
 from trainer.checkpoint.agreement import on_all_ranks
 from trainer.checkpoint.reader import read_config, read_values
+from trainer.checkpoint.storage import COMPONENT
 from trainer.config.checkpoint import ResumeConfig
 from trainer.parallel.process import Process
 
@@ -65,7 +65,12 @@ class ResumePlan:
 
 
 def plan_resume(
-    resume: ResumeConfig, folder: RunFolder, process: Process, resolved_config: Mapping[str, Any]
+    resume: ResumeConfig,
+    folder: RunFolder,
+    process: Process,
+    resolved_config: Mapping[str, Any],
+    *,
+    companions: Collection[str] = (),
 ) -> ResumePlan | None:
     """Choose the step and say what of it will be loaded; collective, loads nothing.
 
@@ -75,15 +80,17 @@ def plan_resume(
 
     Args:
         resolved_config: the configuration of this run, JSON values.
+        companions: other processes whose state must be in the step, unless `resume.skip_data` leaves it out.
 
     Raises:
         CheckpointError: there is nothing to resume, or what `resume` names cannot be loaded; raised on every
             rank.
     """
+    components = (COMPONENT, *(() if resume.skip_data else companions))
     plans = on_all_ranks(
         process.control_group,
         "cannot resume",
-        lambda: _plan(resume, folder, resolved_config) if process.is_main else None,
+        lambda: _plan(resume, folder, resolved_config, components) if process.is_main else None,
     )
     return plans[0]
 
@@ -93,19 +100,12 @@ def state_config(resolved_config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in resolved_config.items() if key not in _NOT_STATE}
 
 
-def _plan(resume: ResumeConfig, folder: RunFolder, resolved_config: Mapping[str, Any]) -> ResumePlan | None:
-    if resume.dir is not None:
-        chosen = _resolve_folder(parse_folder(resume.dir))
-    else:
-        found = resolve_step(folder.steps, resume.step, components=("trainer",))
-        if found is None and _died_before_first_save(folder):
-            return None
-        if found is None:
-            raise CheckpointError(
-                f"resume is set, but {folder.steps} holds no checkpoint; remove `--resume` to start a "
-                "new run, or name a checkpoint of another run with resume.dir"
-            )
-        chosen = found
+def _plan(
+    resume: ResumeConfig, folder: RunFolder, resolved_config: Mapping[str, Any], components: Collection[str]
+) -> ResumePlan | None:
+    chosen = choose_checkpoint(folder, step=resume.step, place=resume.dir, components=components)
+    if chosen is None:
+        return None
     path = chosen.entry.path
     skipped = tuple(part for part, flag in SKIP_FLAGS.items() if getattr(resume, flag))
     return ResumePlan(
@@ -117,36 +117,6 @@ def _plan(resume: ResumeConfig, folder: RunFolder, resolved_config: Mapping[str,
         warnings=chosen.warnings,
         changes=_changes(read_config(path), state_config(resolved_config)),
     )
-
-
-def _died_before_first_save(folder: RunFolder) -> bool:
-    """Whether an earlier attempt began this run and never saved; an emptied folder does not count."""
-    if folder.metrics.exists():
-        return '"checkpoint/step"' not in folder.metrics.read_text(errors="replace")
-    # The present attempt has a folder already.
-    return len(list(folder.logs.glob("attempt_*"))) > 1
-
-
-def _resolve_folder(path: Folder) -> ResolvedStep:
-    """One step folder; or a checkpoints or run folder that holds exactly one step that can be loaded."""
-    if not path.is_dir():
-        raise CheckpointError(f"resume.dir = {str(path)!r}: there is no such folder")
-    checkpoints = next((place for place in (path, path / "checkpoints") if scan(place)), None)
-    if checkpoints is not None:
-        steps = [entry.step for entry in scan(checkpoints) if entry.state == "committed"]
-        if len(steps) > 1:
-            raise CheckpointError(
-                f"resume.dir = {str(path)!r} holds several checkpoints (steps {', '.join(map(str, steps))}); "
-                f"name one of them, e.g. {str(checkpoints / f'step_{steps[-1]}')!r}"
-            )
-        resolved = resolve_step(checkpoints, components=("trainer",))
-        if resolved is None:
-            raise CheckpointError(f"resume.dir = {str(path)!r}: no checkpoint was ever committed there")
-        return resolved
-    entry = inspect_step(path)
-    if entry.problem is not None or entry.record is None:
-        raise CheckpointError(f"resume.dir = {str(path)!r} cannot be loaded: {entry.problem}")
-    return ResolvedStep(entry, entry.record, ())
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:

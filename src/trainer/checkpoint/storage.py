@@ -58,8 +58,10 @@ class Storage(Protocol):
         """A DCP writer of this rank's share of the tensors of `step`."""
         ...
 
-    def write_file(self, step: int, name: str, content: bytes) -> dict[str, FileRecord]:
-        """Write one durable file; returns its record by its name inside the step."""
+    def write_file(
+        self, step: int, name: str, content: bytes, component: str = COMPONENT
+    ) -> dict[str, FileRecord]:
+        """Write one durable file of `component`; returns its record by its name inside the step."""
         ...
 
     def commit(self, step: int, record: CommitRecord) -> None:
@@ -119,12 +121,15 @@ class LocalStorage:
             checksums=checksums,
         )
 
-    def write_file(self, step: int, name: str, content: bytes) -> dict[str, FileRecord]:
-        path = self._partial(step) / COMPONENT / name
+    def write_file(
+        self, step: int, name: str, content: bytes, component: str = COMPONENT
+    ) -> dict[str, FileRecord]:
+        path = self._partial(step) / component / name
+        path.parent.mkdir(exist_ok=True)
         path.write_bytes(content)
         commit.fsync(path)
         checksum = format_checksum(xxhash.xxh3_128(content))
-        return {f"{COMPONENT}/{name}": FileRecord(len(content), checksum)}
+        return {f"{component}/{name}": FileRecord(len(content), checksum)}
 
     def commit(self, step: int, record: CommitRecord) -> None:
         final = self._final(step)
@@ -181,10 +186,10 @@ def open_reader(step_folder: Folder) -> StorageReader:
     return FileSystemReader(step_folder / COMPONENT)
 
 
-def read_file(step_folder: Folder, name: str) -> bytes:
+def read_file(step_folder: Folder, name: str, component: str = COMPONENT) -> bytes:
     """One file that `Storage.write_file` wrote.
 
     Raises:
         OSError: it cannot be read.
     """
-    return read_bytes(step_folder, f"{COMPONENT}/{name}")
+    return read_bytes(step_folder, f"{component}/{name}")

@@ -31,7 +31,7 @@ class StoreStorage:
     """Steps as folders `step_N` of `checkpoints`, see `Storage`.
 
     Args:
-        component: the folder inside a step that is written here.
+        component: the folder inside a step that tensors are written into, and files without another one.
         part_bytes: size of the parts in which tensors travel; each writer thread holds up to three of them.
     """
 
@@ -76,10 +76,12 @@ class StoreStorage:
             checksums=checksums,
         )
 
-    def write_file(self, step: int, name: str, content: bytes) -> dict[str, FileRecord]:
-        self._written(step).write_bytes(f"{self._component}/{name}", content)
-        checksum = format_checksum(xxhash.xxh3_128(content))
-        return {f"{self._component}/{name}": FileRecord(len(content), checksum)}
+    def write_file(
+        self, step: int, name: str, content: bytes, component: str | None = None
+    ) -> dict[str, FileRecord]:
+        path = f"{component or self._component}/{name}"
+        self._written(step).write_bytes(path, content)
+        return {path: FileRecord(len(content), format_checksum(xxhash.xxh3_128(content)))}
 
     def commit(self, step: int, record: CommitRecord) -> None:
         commit.commit_in_store(self._written(step), record)

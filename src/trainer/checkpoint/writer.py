@@ -25,7 +25,7 @@ from contract.errors import CheckpointError
 from contract.record import FORMAT_VERSION, CommitRecord, FileRecord, digest_config
 from trainer.checkpoint.agreement import explain, on_all_ranks
 from trainer.checkpoint.base import Snapshot, count_bytes
-from trainer.checkpoint.storage import Storage
+from trainer.checkpoint.storage import COMPONENT, Storage
 from trainer.checkpoint.tensor_writer import TensorWriter
 from trainer.checkpoint.tensors import EntrySavePlanner, as_entries
 from trainer.parallel.layout import LogicalTensor
@@ -33,6 +33,7 @@ from trainer.parallel.layout import LogicalTensor
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "state.json"
+"""In every component: what it holds beside tensors."""
 CONFIG_FILE = "config.json"
 WEIGHTS_PREFIX = "model."
 """Names of the tensors of part `model`: its parameters must be finite in every save."""
@@ -66,7 +67,6 @@ def write_snapshot(
     *,
     threads: int,
     checksums: bool,
-    components: tuple[str, ...],
     own_steps: Collection[int] = (),
     may_be_infinite: Collection[str] = (),
 ) -> SaveReport:
@@ -101,7 +101,7 @@ def write_snapshot(
             group, what, lambda: _write_tensors(writers[0], snapshot, group, may_be_infinite)
         )
         files = {name: file for of_rank in small_files + tensor_files for name, file in of_rank.items()}
-        record = _record(snapshot, dist.get_world_size(group), components, files)
+        record = _record(snapshot, dist.get_world_size(group), files)
         committed = on_all_ranks(
             group, what, lambda: _commit(storage, record, own_steps) if is_coordinator else None
         )[0]
@@ -148,9 +148,11 @@ def _begin(storage: Storage, snapshot: Snapshot, needed: int) -> dict[str, FileR
     try:
         storage.begin(snapshot.step)
         state = {"step": snapshot.step, "parts": snapshot.values}
-        return storage.write_file(snapshot.step, STATE_FILE, _encode(state)) | storage.write_file(
-            snapshot.step, CONFIG_FILE, _encode(snapshot.config)
-        )
+        files = storage.write_file(snapshot.step, STATE_FILE, _encode(state))
+        files |= storage.write_file(snapshot.step, CONFIG_FILE, _encode(snapshot.config))
+        for component, content in snapshot.companions.items():
+            files |= storage.write_file(snapshot.step, STATE_FILE, content, component)
+        return files
     except Exception:
         _discard(storage, snapshot.step)
         raise
@@ -189,14 +191,12 @@ def _commit(storage: Storage, record: CommitRecord, own_steps: Collection[int]) 
     return tuple(entry.step for entry in entries if entry.state == "committed" and entry.step in own)
 
 
-def _record(
-    snapshot: Snapshot, world_size: int, components: tuple[str, ...], files: dict[str, FileRecord]
-) -> CommitRecord:
+def _record(snapshot: Snapshot, world_size: int, files: dict[str, FileRecord]) -> CommitRecord:
     return CommitRecord(
         format_version=FORMAT_VERSION,
         step=snapshot.step,
         world_size=world_size,
-        components=list(components),
+        components=[COMPONENT, *snapshot.companions],
         files=files,
         versions={
             "python": platform.python_version(),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from contract.layout import RunFolder
 from contract.model_files import ModelSource
 from telemetry.console import Console
-from trainer.config import SFTConfig
+from trainer.config import SFTConfig, TrainConfig
 from trainer.engine import Engine
 from trainer.hooks.base import Hook
 from trainer.hooks.export import ExportHook
@@ -25,18 +25,19 @@ if TYPE_CHECKING:
 
 
 def build_hooks(
-    config: SFTConfig,
+    config: TrainConfig,
     process: Process,
-    requests: Requests,
     folder: RunFolder,
     files: ModelSource,
     weights: Callable[[], Mapping[str, LogicalTensor]],
-    engine: Engine,
-    console: Console,
     tokenizer: PreTrainedTokenizerBase,
-    validation: ValidationSource | None,
+    *,
+    before_export: Sequence[Hook] = (),
+    after_export: Sequence[Hook] = (),
 ) -> Sequence[Hook]:
-    """The hooks that `config` asks for, in the order in which they run."""
+    """The hooks that every kind of training has if `config` asks for them, around those of its own kind, in
+    the order in which they run.
+    """
     hooks: list[Hook] = []
     if config.profiler is not None:
         profiler = config.profiler
@@ -49,13 +50,7 @@ def build_hooks(
                 with_stack=profiler.with_stack,
             )
         )
-    if config.validation is not None and validation is not None:
-        interval, at_start = config.validation.interval, config.validation.at_start
-        hooks.append(
-            ValidateHook(validation, engine, process, requests, interval=interval, at_start=at_start)
-        )
-    if config.sample is not None:
-        hooks.append(_build_sample_hook(config, tokenizer, engine, console))
+    hooks += before_export
     if config.export is not None:
         hooks.append(
             ExportHook(
@@ -68,7 +63,27 @@ def build_hooks(
                 trust_remote_code=config.model.trust_remote_code,
             )
         )
-    hooks.append(GarbageHook())
+    return [*hooks, *after_export, GarbageHook()]
+
+
+def build_dataset_hooks(
+    config: SFTConfig,
+    process: Process,
+    requests: Requests,
+    engine: Engine,
+    console: Console,
+    tokenizer: PreTrainedTokenizerBase,
+    validation: ValidationSource | None,
+) -> Sequence[Hook]:
+    """Those of SFT that `config` asks for: validation and samples."""
+    hooks: list[Hook] = []
+    if config.validation is not None and validation is not None:
+        interval, at_start = config.validation.interval, config.validation.at_start
+        hooks.append(
+            ValidateHook(validation, engine, process, requests, interval=interval, at_start=at_start)
+        )
+    if config.sample is not None:
+        hooks.append(_build_sample_hook(config, tokenizer, engine, console))
     return hooks
 
 

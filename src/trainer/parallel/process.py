@@ -71,6 +71,24 @@ class Process:
         dist.gather_object(value, values, dst=0, group=self.control_group)
         return values
 
+    def share(self, kind: int, content: bytes) -> tuple[int, bytes]:
+        """The arguments of rank 0, on every rank; those of the others do not matter."""
+        if self.world_size == 1:
+            return kind, content
+        header = torch.tensor([kind, len(content)], dtype=torch.int64)
+        dist.broadcast(header, src=0, group=self.control_group)
+        kind, size = header.tolist()
+        if size == 0:
+            return kind, b""
+        # A copy, because the memory of `bytes` may not be written to.
+        data = (
+            torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            if self.is_main
+            else torch.empty(size, dtype=torch.uint8)
+        )
+        dist.broadcast(data, src=0, group=self.control_group)
+        return kind, data.numpy().tobytes()
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         dist.barrier(group=self.control_group)

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from enum import Enum
 from typing import Any, Protocol
 
 from contract.batch import MicroBatch, StepBatch
+
+
+class Pending(Enum):
+    """The type of `PENDING`."""
+
+    PENDING = "pending"
+
+
+PENDING = Pending.PENDING
+"""In place of a batch: none has come yet, ask again."""
 
 
 class Source(Protocol):
     """Yields the batch of one update after the other. Deterministic; its position is state.
 
     The position is global: it does not depend on rank or world size, so a run can go on at another world size
-        and
-    sees the rows it would have seen.
+    and sees the rows it would have seen. All methods are collective.
     """
 
     @property
@@ -21,9 +31,9 @@ class Source(Protocol):
         """Updates from the present position to the end of the data (`max_epochs`); None if it never ends."""
         ...
 
-    def next_step(self) -> StepBatch | None:
-        """The batch of the next update for this rank, or None (on all ranks alike) if there is no more
-        data.
+    def next_step(self) -> StepBatch | Pending | None:
+        """The batch of the next update for this rank; on all ranks alike None if there is no more data, or
+        `PENDING` if a short wait brought none.
         """
         ...
 

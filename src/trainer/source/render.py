@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,15 +26,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from contract.errors import DataError
+from contract.chat import (
+    check_chat_tokenizer,
+    create_family_renderer,
+    pick_marker,
+    special_token_ids,
+)
 from trainer.source.conversation import Conversation, RowError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_MARKER = "\ue000turn\ue001"
-"""Stands for an assistant turn; private-use characters, which no template treats otherwise than text."""
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +64,11 @@ class ConversationRenderer:
             DataError: the tokenizer has no chat template, or is not a fast one (those alone know which
                 characters a token stands for).
         """
-        if not tokenizer.chat_template:
-            raise DataError(
-                f"the tokenizer of {tokenizer.name_or_path!r} has no chat template, so conversations "
-                f"cannot be "
-                "rendered; set model.chat_template, or take an instruction-tuned model's tokenizer "
-                "(model.tokenizer)"
-            )
-        if not tokenizer.is_fast:
-            raise DataError(
-                f"the tokenizer of {tokenizer.name_or_path!r} is not a fast one, so tokens cannot be "
-                f"traced to their "
-                "text; set model.tokenizer to a folder with a tokenizer.json"
-            )
+        check_chat_tokenizer(tokenizer)
         self._tokenizer = tokenizer
         self._last_only = last_only
-        self._family = _create_family_renderer(tokenizer)
-        special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._special_ids = special | set(tokenizer.all_special_ids)
+        self._family = create_family_renderer(tokenizer)
+        self._special_ids = special_token_ids(tokenizer)
 
     @property
     def method(self) -> str:
@@ -169,9 +156,7 @@ class ConversationRenderer:
     def _find_turn(self, conversation: Conversation, text: str, turn: int) -> tuple[int, int]:
         """Characters (begin, end) of an assistant turn, without its end-of-turn token."""
         messages = conversation.messages
-        marker = _MARKER
-        while marker in text:
-            marker += _MARKER
+        marker = pick_marker(text)
         replaced = {"role": "assistant", "content": marker}
         marked = self._apply(conversation, [*messages[:turn], replaced, *messages[turn + 1 :]])
         head, found, tail = marked.partition(marker)
@@ -227,25 +212,6 @@ def _token_begins(offsets: list[tuple[int, int]]) -> list[int]:
         begins.append(min(begin, reached))
         reached = max(reached, end)
     return begins
-
-
-def _create_family_renderer(tokenizer: PreTrainedTokenizerBase) -> Any | None:
-    """The hand-written renderer of the tokenizer's model family, if there is one.
-
-    Looked up by name here: the library's own choice asks the Hub about every name that it does not know.
-    """
-    if not _HUB_ID.fullmatch(tokenizer.name_or_path):
-        return None
-    from renderers import config_from_name, create_renderer  # imported here: it takes seconds
-    from renderers.base import MODEL_RENDERER_MAP
-
-    family = MODEL_RENDERER_MAP.get(tokenizer.name_or_path)
-    if family is None:
-        return None
-    try:
-        return create_renderer(tokenizer, config_from_name(family))  # pyright: ignore[reportArgumentType]
-    except Exception:  # the tokenizer has the model's name, but not its tokens: the template is asked instead
-        return None
 
 
 def _family_mask(

@@ -19,7 +19,9 @@ from pathlib import Path
 import pytest
 
 from contract.attempt import ExitRecord, read_pid
-from launcher.processes import _marked_processes, first_failure
+from launcher.alive import marked_processes
+from launcher.processes import first_failure
+from launcher.spec import ATTEMPT_VARIABLE
 
 _ROOT = Path(__file__).parents[3]
 
@@ -58,7 +60,7 @@ class Launch:
         return Result(self.process.returncode, output, errors, seconds, self.alive(), self.folder)
 
     def alive(self) -> list[int]:
-        return _marked_processes(str(self.folder)) or []
+        return marked_processes(ATTEMPT_VARIABLE, str(self.folder)) or []
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ def write_config(folder: Path, model_folder: Path, **sections: dict[str, Any]) -
     for name, section in {**base, **sections}.items():
         lines.append(f"[{name}]")
         lines += [f"{key} = {json.dumps(value)}" for key, value in section.items()]
-    path = folder / "run.toml"
+    path = folder / "sft.toml"
     path.write_text("\n".join(lines) + "\n")
     return path
 

@@ -1,0 +1,1 @@
+"""OpenAI's routes for outside clients: models, completions, chat completions."""

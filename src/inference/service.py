@@ -1,0 +1,289 @@
+"""What the policy server does, apart from HTTP: who may draw when, one update at a time, how it ends.
+
+Owns the gate of admission, the names of running requests, the order of updates and who waits for a version.
+Leaves drawing, pausing and swapping weights to the engine.
+
+Invariants: between `pause` and `resume` no request reaches the engine, it waits here; the version never
+falls; one update at a time; after `close` or a failure of the engine nothing waits any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+from contextlib import AbstractContextManager, aclosing
+from typing import TYPE_CHECKING, Any
+
+from contract.errors import PolicyServerError, PublishError
+from contract.policy import GenerateRequest, PauseMode, Sampling, WeightUpdate
+from inference.engine.base import Drawn, Engine
+from inference.refusal import Refused
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+OpenUpdate = Callable[[WeightUpdate], AbstractContextManager[Iterator[tuple[str, "torch.Tensor"]]]]
+"""Opens announced weights; blocking, and so is the iterator."""
+
+_WATCH_SECONDS = 0.2
+_LONGEST_WAIT_SECONDS = 3600.0
+_SEEDS = range(-(2**63), 2**64)
+
+
+class PolicyService:
+    """One engine and everybody who asks something of it. All methods run on one event loop."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        open_update: OpenUpdate,
+        *,
+        pause_mode: PauseMode = "keep",
+        stall_seconds: float = 300.0,
+    ) -> None:
+        """
+        Args:
+            pause_mode: what becomes of running requests during an update.
+            stall_seconds: an engine that has requests, is not paused and draws nothing for so long is not
+                healthy.
+        """
+        self.engine = engine
+        self._open_update = open_update
+        self._pause_mode: PauseMode = pause_mode
+        self._stall_seconds = stall_seconds
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self._pausing = asyncio.Lock()
+        self._running: set[str] = set()
+        self._num_held = 0
+        self._updating: int | None = None
+        self._version_changed = asyncio.Event()
+        self._ending: str | None = None
+        self._progress = (0, 0, 0)
+        self._progress_at = time.monotonic()
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether weights are being loaded."""
+        return self._updating is not None
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for the end of a pause, or for a place in the engine."""
+        return self._num_held + self.engine.stats().num_waiting
+
+    async def draw(self, request: GenerateRequest) -> AsyncGenerator[Drawn, None]:
+        """Draw one sequence; waits while the server is paused. Closing the generator ends the request.
+
+        Raises:
+            Refused: the prompt or the sampling cannot be served (400), the id is in use (409), the server
+                ends or its engine has failed (503).
+        """
+        check_sampling(request.sampling)
+        if request.request_id in self._running:
+            raise Refused(409, f"request_id {request.request_id!r} is running already; ids must be unique")
+        self._running.add(request.request_id)
+        try:
+            await self._admission()
+            async with aclosing(self.engine.draw(request)) as pieces:
+                async for piece in pieces:
+                    yield piece
+        except ValueError as error:
+            raise Refused(400, str(error), code="invalid_prompt") from error
+        except Refused:
+            raise
+        except PolicyServerError as error:
+            raise Refused(503, str(error)) from error
+        finally:
+            self._running.discard(request.request_id)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Admit and draw nothing until `resume`; returns when nothing is being drawn."""
+        async with self._pausing:
+            self._check_alive()
+            self._gate.clear()
+            try:
+                await self.engine.pause(mode)
+            except BaseException:
+                # Nobody will resume what could not be paused.
+                self._gate.set()
+                raise
+
+    async def resume(self) -> None:
+        """Go on; nothing happens if the server is not paused."""
+        async with self._pausing:
+            self._check_alive()
+            await self.engine.resume()
+            self._gate.set()
+
+    async def update(self, update: WeightUpdate) -> int:
+        """Load weights; returns when the next token will be drawn with them.
+
+        The present version may be loaded again; an older one may not, since versions of tokens would no
+        longer tell which weights drew them.
+
+        Returns:
+            The version that draws now.
+
+        Raises:
+            Refused: another update is going on or the version is older than the present one (409), the
+                weights cannot be loaded (422): the server stays on the version that it had. 503 as above.
+        """
+        self._check_alive()
+        present = self.engine.version
+        if self._updating is not None:
+            raise Refused(
+                409, f"version {update.version} must wait: version {self._updating} is being loaded"
+            )
+        if update.version < present:
+            raise Refused(
+                409,
+                f"version {update.version} is older than version {present}, which draws now; start the "
+                f"server again to go back",
+            )
+        self._updating = update.version
+        began = time.monotonic()
+        try:
+            await self._load(update)
+        except PublishError as error:
+            raise Refused(422, f"version {update.version} was not loaded: {error}") from error
+        except PolicyServerError as error:
+            raise Refused(503, f"version {update.version} was not loaded: {error}") from error
+        finally:
+            self._updating = None
+        logger.debug("version %d loaded in %.2f s", update.version, time.monotonic() - began)
+        self._tell_waiters()
+        return self.engine.version
+
+    async def wait_for_version(self, at_least: int, timeout_seconds: float) -> int:
+        """The present version, as soon as it is `at_least` or the time is over."""
+        if not 0 <= timeout_seconds <= _LONGEST_WAIT_SECONDS:
+            raise Refused(
+                400, f"timeout_seconds = {timeout_seconds:g} is not between 0 and {_LONGEST_WAIT_SECONDS:g}"
+            )
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                while self.engine.version < at_least:
+                    self._check_alive()
+                    await self._version_changed.wait()
+        except TimeoutError:
+            pass
+        return self.engine.version
+
+    async def watch(self) -> BaseException:
+        """Wait until the engine fails, and return why. Meanwhile keeps an eye on its progress."""
+        while (failure := self.engine.failure) is None:
+            self._note_progress()
+            await asyncio.sleep(_WATCH_SECONDS)
+        self.close(describe(failure))
+        return failure
+
+    def close(self, reason: str) -> None:
+        """From now on nothing is admitted, and whatever waits here is refused with `reason`."""
+        if self._ending is None:
+            self._ending = reason
+        self._gate.set()
+        self._tell_waiters()
+
+    def health(self) -> tuple[bool, dict[str, Any]]:
+        """Whether the server can be relied on, and how it is."""
+        self._note_progress()
+        stats, failure = self.engine.stats(), self.engine.failure
+        idle = time.monotonic() - self._progress_at
+        if failure is not None:
+            status = f"failed: {describe(failure)}"
+        elif self._ending is not None:
+            status = f"ending: {self._ending}"
+        elif idle > self._stall_seconds:
+            status = f"stalled: {stats.num_running} running requests, nothing drawn for {idle:.0f} s"
+        else:
+            status = "ok"
+        return status == "ok", {
+            "status": status,
+            "version": self.engine.version,
+            "paused": self.engine.is_paused,
+            "updating": self._updating,
+            "running": stats.num_running,
+            "waiting": self.num_waiting,
+            "progress": {
+                "prompt_tokens": stats.num_prompt_tokens,
+                "drawn_tokens": stats.num_drawn_tokens,
+                "updates": stats.num_updates,
+                "seconds_without": round(idle, 3),
+            },
+        }
+
+    async def _admission(self) -> None:
+        self._num_held += 1
+        try:
+            await self._gate.wait()
+        finally:
+            self._num_held -= 1
+        self._check_alive()
+
+    async def _load(self, update: WeightUpdate) -> None:
+        tensors = _read(self._open_update, update)
+        try:
+            await self.engine.load(tensors, update.version, self._pause_mode)
+        except Exception:
+            # Whatever is open may block when it is closed.
+            await asyncio.to_thread(tensors.close)
+            raise
+        await asyncio.to_thread(tensors.close)
+
+    def _note_progress(self) -> None:
+        stats = self.engine.stats()
+        progress = (stats.num_prompt_tokens, stats.num_drawn_tokens, stats.num_updates)
+        has_work = stats.num_running > 0 and not self.engine.is_paused
+        if progress != self._progress or not has_work:
+            self._progress, self._progress_at = progress, time.monotonic()
+
+    def _check_alive(self) -> None:
+        if self._ending is not None:
+            raise Refused(503, f"the policy server takes no requests any more: {self._ending}")
+
+    def _tell_waiters(self) -> None:
+        self._version_changed.set()
+        self._version_changed = asyncio.Event()
+
+
+def describe(failure: BaseException) -> str:
+    """Why the engine ended."""
+    known = isinstance(failure, PolicyServerError)
+    return str(failure) if known else f"the engine has failed: {type(failure).__name__}: {failure}"
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """
+    Raises:
+        Refused: a value is out of its range.
+    """
+    wrong = None
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        wrong = "temperature", sampling.temperature, "0 or more"
+    elif not 0 < sampling.top_p <= 1:
+        wrong = "top_p", sampling.top_p, "more than 0 and at most 1"
+    elif sampling.top_k < 0:
+        wrong = "top_k", sampling.top_k, "0 (all tokens) or more"
+    elif sampling.max_tokens < 1:
+        wrong = "max_tokens", sampling.max_tokens, "1 or more"
+    elif not 0 <= sampling.min_tokens <= sampling.max_tokens:
+        wrong = "min_tokens", sampling.min_tokens, f"between 0 and max_tokens = {sampling.max_tokens}"
+    elif sampling.seed is not None and sampling.seed not in _SEEDS:
+        wrong = "seed", sampling.seed, "a number of 64 bits"
+    elif "" in sampling.stop:
+        wrong = "stop", '""', "texts that are not empty"
+    if wrong is not None:
+        name, value, valid = wrong
+        raise Refused(400, f"{name} = {value} is not valid; it must be {valid}", param=name)
+
+
+def _read(open_update: OpenUpdate, update: WeightUpdate) -> Generator[tuple[str, torch.Tensor], None, None]:
+    """The weights, opened where the engine reads them: in a thread of its own."""
+    with open_update(update) as tensors:
+        yield from tensors

@@ -1,0 +1,178 @@
+"""The composition root of the orchestrator: from its configuration to a pipeline of real parts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from contract.channel.build import open_sender
+from contract.errors import RunFolderError
+from contract.layout import RunFolder
+from contract.model_files import load_tokenizer, resolve_model
+from orchestrator.background import Background, LoopLag
+from orchestrator.client import PolicyClient
+from orchestrator.config import OrchestratorConfig, RolloutConfig, SourceConfig
+from orchestrator.credit.build import build_credit
+from orchestrator.dispatch import Dispatcher, places_for
+from orchestrator.environment.pool import LoadedSource, load_sources
+from orchestrator.episode import EpisodeRunner
+from orchestrator.evaluate import Evaluator
+from orchestrator.group import Runner, TaskSource
+from orchestrator.pipeline import Parts, Pipeline, Span
+from orchestrator.plan import Plan, PlannedSource
+from orchestrator.progress import SNAPSHOT_NAME, Progress, Snapshot, load_snapshot
+from orchestrator.tokens import TurnRenderer
+
+logger = logging.getLogger(__name__)
+
+_COMPONENT = "orchestrator"
+_CALLS_PER_EPISODE = 3
+"""Of an environment, besides one for each turn: its task, its start and its reward."""
+
+
+def run_folder(config: OrchestratorConfig) -> RunFolder:
+    """The folder of the run."""
+    return RunFolder(Path(config.output_dir).expanduser() / config.run_name)
+
+
+async def build_pipeline(config: OrchestratorConfig, lag: LoopLag, stack: AsyncExitStack) -> Pipeline:
+    """Load the environments and the tokenizer, and open the ways to policy server and trainer.
+
+    Args:
+        stack: takes what must be closed.
+
+    Raises:
+        TailraceError: a part cannot be made, or the checkpoint is not one of this run.
+    """
+    folder = run_folder(config)
+    run_id = read_run_id(folder)
+    sources = await _load(config.sources, stack)
+    progress, snapshot = build_progress(config, sources)
+    rollout = config.rollout
+    client = PolicyClient(
+        config.servers,
+        api_key=config.server_key,
+        request_timeout_seconds=rollout.request_timeout_seconds,
+        server_patience_seconds=rollout.server_patience_seconds,
+    )
+    stack.push_async_callback(client.close)
+    runner = EpisodeRunner(client, await asyncio.to_thread(_load_renderer, config), config.seq_len)
+    limiter, background = asyncio.Semaphore(places_for(rollout)), Background()
+    evaluator, held_out = await _build_evaluator(config, runner, limiter, folder, stack)
+    sender = open_sender(config.channel, folder)
+    stack.push_async_callback(sender.close)
+    span = Span(
+        run_id,
+        0 if snapshot is None else snapshot.step,
+        config.max_steps,
+        rollout.max_lead == 0,
+        folder.rollouts,
+        longest_episode(rollout, [*sources, *held_out]),
+        rollout.version_timeout_seconds,
+    )
+    dispatcher = Dispatcher(
+        sources,
+        runner,
+        progress,
+        build_credit(config.algorithm),
+        rollout=rollout,
+        sampling=config.sampling,
+        seed=config.seed,
+        limiter=limiter,
+        background=background,
+    )
+    logger.info("tasks: %s", ", ".join(f"{source.num_tasks:,} of {source.title}" for source in sources))
+    if snapshot is not None:
+        logger.info(
+            "going on after batch %d: %d tasks were under way and come first",
+            snapshot.step,
+            len(snapshot.outstanding),
+        )
+    parts = Parts(client, sender, progress, dispatcher, evaluator, background, lag)
+    return Pipeline(span, parts, None if snapshot is None else snapshot.baseline)
+
+
+def build_progress(
+    config: OrchestratorConfig, sources: Sequence[TaskSource]
+) -> tuple[Progress, Snapshot | None]:
+    """Where the run stands among its tasks, and the snapshot that says so (None at a new run).
+
+    Raises:
+        CheckpointError: the checkpoint holds no such snapshot.
+        DataError: it is of other tasks.
+    """
+    planned = [
+        PlannedSource(source.title, settings.weight, source.num_tasks)
+        for source, settings in zip(sources, config.sources, strict=True)
+    ]
+    group_size = config.rollout.group_size
+    plan = Plan(planned, config.seed)
+    if config.resume_dir is None:
+        return Progress(plan, group_size), None
+    path = Path(config.resume_dir) / _COMPONENT / SNAPSHOT_NAME
+    snapshot = load_snapshot(path, plan.identity(group_size))
+    return Progress(Plan(planned, config.seed, snapshot.counts), group_size, snapshot.outstanding), snapshot
+
+
+def read_run_id(folder: RunFolder) -> str:
+    """The id that messages of this run carry.
+
+    Raises:
+        RunFolderError: the run has none.
+    """
+    try:
+        return folder.run_id.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise RunFolderError(
+            f"{folder.run_id}, by which the processes of an RL run know each other, cannot be read "
+            f"({error.strerror}); `rl` makes it when it starts the run"
+        ) from error
+
+
+def longest_episode(rollout: RolloutConfig, sources: Sequence[LoadedSource]) -> float:
+    """Seconds after which, by all limits together, one of the episodes under way must have ended."""
+    places = places_for(rollout)
+    longest = 0.0
+    for source in sources:
+        # Calls wait for their turn while the workers are at those of other episodes.
+        rounds = math.ceil(places / source.config.num_workers)
+        calls = (source.max_turns + _CALLS_PER_EPISODE) * rounds * source.config.timeout_seconds
+        longest = max(longest, calls + source.max_turns * rollout.request_timeout_seconds)
+    return longest + rollout.server_patience_seconds
+
+
+async def _load(configs: Sequence[SourceConfig], stack: AsyncExitStack) -> list[LoadedSource]:
+    sources = await load_sources(configs)
+    for source in sources:
+        stack.push_async_callback(source.close)
+    return sources
+
+
+def _load_renderer(config: OrchestratorConfig) -> TurnRenderer:
+    return TurnRenderer(load_tokenizer(config.model, resolve_model(config.model)))
+
+
+async def _build_evaluator(
+    config: OrchestratorConfig,
+    runner: Runner,
+    limiter: asyncio.Semaphore,
+    folder: RunFolder,
+    stack: AsyncExitStack,
+) -> tuple[Evaluator | None, list[LoadedSource]]:
+    if config.evaluation is None:
+        return None, []
+    sources = await _load(config.evaluation.sources, stack)
+    evaluator = Evaluator(
+        config.evaluation,
+        sources,
+        runner,
+        sampling=config.sampling,
+        seed=config.seed,
+        limiter=limiter,
+        rollouts=folder.rollouts,
+    )
+    return evaluator, sources

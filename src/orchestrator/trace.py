@@ -1,0 +1,64 @@
+"""Readable traces: one JSON object per episode, in `rollouts/step_N.jsonl` and `eval_version_N.jsonl`.
+
+A file appears under its name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from contract.errors import RunFolderError
+
+if TYPE_CHECKING:
+    from orchestrator.episode import Episode
+
+
+def trace_path(rollouts: Path, step: int) -> Path:
+    """What batch `step` was trained on."""
+    return rollouts / f"step_{step}.jsonl"
+
+
+def evaluation_path(rollouts: Path, version: int) -> Path:
+    """The evaluation that began with `version`."""
+    return rollouts / f"eval_version_{version}.jsonl"
+
+
+def describe_episode(episode: Episode) -> dict[str, Any]:
+    """What every trace says of an episode. `versions` are the oldest and newest that sampled a token;
+    `num_tokens` is how many they sampled.
+    """
+    return {
+        "reward": episode.reward,
+        "rewards": dict(episode.rewards),
+        "num_turns": episode.num_turns,
+        "truncated": episode.is_truncated,
+        "finish_reason": episode.finish_reason,
+        "versions": [episode.oldest_version, episode.newest_version],
+        "num_tokens": episode.num_sampled,
+        "messages": episode.messages,
+    }
+
+
+def write_trace(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write one object a line, replacing an older file.
+
+    Raises:
+        RunFolderError: the file cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            for row in rows:
+                file.write(msgspec.json.encode(row) + b"\n")
+        partial.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise RunFolderError(f"cannot write the trace {path}: {error.strerror}") from error

@@ -1,0 +1,245 @@
+"""The command `rl` up to the start of its parts: one configuration for all of them, refusals, the dry run."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from contract.commit import commit
+from contract.errors import CheckpointError, ConfigError
+from contract.layout import RunFolder
+from contract.record import FORMAT_VERSION, CommitRecord, FileRecord
+from contract.settings.load import load_file, load_settings
+from inference.config import InferenceConfig
+from launcher import rl
+from launcher.rl_config import RLConfig
+from launcher.rl_start import Start, decide_start, remove_leftovers, run_id_of
+from orchestrator.config import OrchestratorConfig
+from trainer.config import RLTrainConfig
+
+_ROOT = Path(__file__).parents[3]
+_CONFIGS = sorted(
+    path
+    for path in (_ROOT / "configs").rglob("*.toml")
+    if "sources" in tomllib.loads(path.read_text())  # which every RL run has, and no SFT run
+)
+_FILE = """
+max_steps = 3
+seq_len = 64
+[model]
+name = "some/model"
+[sampling]
+max_tokens = 16
+[[sources]]
+environment = "sort-letters"
+"""
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[..., RLConfig]:
+    """Reads the file above with flags."""
+    path = tmp_path / "rl.toml"
+    path.write_text(_FILE)
+
+    def read(*flags: str) -> RLConfig:
+        argv = ["@", str(path), "--output-dir", str(tmp_path / "out"), *flags]
+        return load_settings(RLConfig, argv, prog="rl", description="").settings
+
+    return read
+
+
+def _folder(config: RLConfig) -> RunFolder:
+    return RunFolder.of_run(config.output_dir, config.run_name, None)
+
+
+def _commit_step(folder: RunFolder, step: int, *components: str) -> None:
+    """A checkpoint that holds one file of each component."""
+    partial = folder.checkpoints / f"step_{step}.partial"
+    files = {}
+    for name in components:
+        (partial / name).mkdir(parents=True)
+        (partial / name / "state").write_bytes(b"x")
+        files[f"{name}/state"] = FileRecord(1, None)
+    record = CommitRecord(FORMAT_VERSION, step, 1, list(components), files, {}, "", "2026-01-01T00:00:00Z")
+    commit(partial, folder.checkpoints / f"step_{step}", record)
+
+
+def test_an_override_of_a_shared_key_reaches_every_part(tmp_path: Path) -> None:
+    path = tmp_path / "rl.toml"
+    path.write_text(_FILE)
+    flags = ["--model.name", "other/model", "--seq-len", "128", "--max-steps", "9", "--seed", "5"]
+    flags += ["--channel.type", "zmq", "--inference.api-key", "secret", "--log.level", "debug"]
+    assert rl.main(["@", str(path), *flags, "--output-dir", str(tmp_path), "--dry-run"]) == 0
+    config = tmp_path / "rl" / "config"
+    trainer = load_file(RLTrainConfig, config / "trainer.toml")
+    orchestrator = load_file(OrchestratorConfig, config / "orchestrator.toml")
+    inference = load_file(InferenceConfig, config / "inference.toml")
+    assert [part.model.name for part in (trainer, orchestrator, inference)] == ["other/model"] * 3
+    assert (trainer.seq_len, orchestrator.seq_len, inference.max_len) == (128, 128, 128)
+    assert (trainer.max_steps, orchestrator.max_steps) == (9, 9)
+    assert (trainer.seed, orchestrator.seed) == (5, 5)
+    assert trainer.channel == orchestrator.channel
+    assert (trainer.server_key, orchestrator.server_key, inference.api_key) == ("secret",) * 3
+    assert [part.log.level for part in (trainer, orchestrator, inference)] == ["debug"] * 3
+    address = f"http://127.0.0.1:{inference.port}"
+    assert (trainer.servers, orchestrator.servers) == ([address], [address])
+
+
+def test_a_resolved_configuration_reads_back_as_it_was(tmp_path: Path, load: Callable[..., RLConfig]) -> None:
+    flags = ["--output-dir", str(tmp_path / "out"), "--evaluation.sources", '[{"environment": "arithmetic"}]']
+    assert rl.main(["@", str(tmp_path / "rl.toml"), *flags, "--dry-run"]) == 0
+    assert load_file(RLConfig, tmp_path / "out" / "rl" / "config" / "rl.toml") == load(*flags[2:])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--servers", '["http://a:1"]', "--inference.port", "7"], "inference.port would change nothing"),
+        (["--servers", '["a:1"]'], "is no address"),
+        (["--server-key", "k"], "inference.api_key"),
+        (["--sampling.max-tokens", "64"], "leaves no room for a prompt"),
+        (["--inference.max-len", "32"], "inference.max_len"),
+        (["--resume.skip-data"], "go together"),
+        (["--resume", "--clean"], "clean deletes the run"),
+        (["--inference.host", "0.0.0.0"], "api_key"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(
+    load: Callable[..., RLConfig], flags: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(*flags)
+
+
+def test_the_quick_answers_import_no_torch(tmp_path: Path, load: Callable[..., RLConfig]) -> None:
+    code = (
+        "import sys\nfrom launcher.rl import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "assert not {'torch', 'transformers', 'numpy', 'rich'} & set(sys.modules)"
+    )
+    argv = ["@", str(tmp_path / "rl.toml"), "--output-dir", str(tmp_path), "--dry-run"]
+    subprocess.run([sys.executable, "-c", code, *argv], check=True, capture_output=True)
+
+
+def test_there_are_configurations_to_check() -> None:
+    assert {_ROOT / "configs/qwen3-rl.toml", _ROOT / "configs/debug/rl.toml"} <= set(_CONFIGS)
+
+
+@pytest.mark.parametrize("path", _CONFIGS, ids=lambda path: str(path.relative_to(_ROOT)))
+def test_a_shipped_configuration_passes_a_dry_run_and_resolves_to_itself(path: Path, tmp_path: Path) -> None:
+    assert rl.main(["@", str(path), "--output-dir", str(tmp_path), "--dry-run"]) == 0
+    (resolved,) = tmp_path.rglob("rl.toml")
+    argv = ["@", str(path), "--output-dir", str(tmp_path)]
+    assert load_file(RLConfig, resolved) == load_settings(RLConfig, argv, prog="rl", description="").settings
+
+
+def test_a_dry_run_leaves_the_configuration_of_a_run_alone(
+    tmp_path: Path, load: Callable[..., RLConfig]
+) -> None:
+    folder = _folder(load())
+    folder.config.mkdir(parents=True)
+    folder.metrics.write_text("")
+    (folder.config / "trainer.toml").write_text("of the run")
+    argv = ["@", str(tmp_path / "rl.toml"), "--output-dir", str(tmp_path / "out"), "--dry-run"]
+    assert rl.main(argv) == 0
+    assert (folder.config / "trainer.toml").read_text() == "of the run"
+    names = {entry.name for entry in folder.config.iterdir()}
+    assert {f"dry_run_{part}.toml" for part in ("rl", "trainer", "orchestrator", "inference")} <= names
+    assert not folder.logs.exists()
+
+
+def test_a_port_that_is_in_use_is_refused_with_its_key(load: Callable[..., RLConfig]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for flags, key in ((["--inference.port", port], "inference.port"),
+                           (["--channel.type", "zmq", "--channel.port", port], "channel.port")):  # fmt: skip
+            with pytest.raises(ConfigError, match=f"{key} = {port} is in use"):
+                rl.make_plan(load(*flags))
+
+
+def test_servers_that_run_already_are_used_and_none_is_started(load: Callable[..., RLConfig]) -> None:
+    plan = rl.make_plan(load("--servers", '["http://gpu-box:8000"]', "--server-key", "k"))
+    parts = plan.parts("id", None)
+    assert sorted(parts) == ["orchestrator", "trainer"]
+    trainer, orchestrator = parts["trainer"], parts["orchestrator"]
+    assert isinstance(trainer, RLTrainConfig) and isinstance(orchestrator, OrchestratorConfig)
+    assert trainer.servers == orchestrator.servers == ["http://gpu-box:8000"]
+    assert trainer.server_key == orchestrator.server_key == "k"
+
+
+def test_all_parts_go_on_from_the_newest_step_that_holds_the_state_of_both(
+    load: Callable[..., RLConfig],
+) -> None:
+    folder = _folder(load())
+    _commit_step(folder, 10, "trainer", "orchestrator")
+    _commit_step(folder, 20, "trainer")
+    config = load("--resume")
+    start = decide_start(config, folder)
+    assert (start.step, start.checkpoint) == (10, folder.checkpoints / "step_10")
+    assert start.resume_dir(config) == str(folder.checkpoints / "step_10")
+    resume = start.fixed(config).resume
+    assert resume is not None and (resume.step, resume.dir) == (10, None)
+
+
+def test_a_start_from_the_weights_of_another_run_needs_no_state_of_the_orchestrator(
+    load: Callable[..., RLConfig], tmp_path: Path
+) -> None:
+    other = RunFolder(tmp_path / "sft")
+    _commit_step(other, 7, "trainer")
+    place = str(other.checkpoints / "step_7")
+    with pytest.raises(CheckpointError, match="orchestrator"):
+        decide_start(load("--resume.dir", place), _folder(load()))
+    config = load("--resume.dir", place, "--resume.skip-progress", "--resume.skip-data")
+    start = decide_start(config, _folder(config))
+    assert start.step == 0 and start.resume_dir(config) is None
+    resume = start.fixed(config).resume
+    assert resume is not None and resume.dir == place
+
+
+def test_a_run_that_died_before_its_first_checkpoint_starts_anew(load: Callable[..., RLConfig]) -> None:
+    config = load("--resume")
+    folder = _folder(config)
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        decide_start(config, folder)
+    (folder.logs / "attempt_1").mkdir(parents=True)
+    start = decide_start(config, folder)
+    assert start == Start() and start.fixed(config).resume is None
+
+
+def test_leftovers_of_later_steps_are_removed_and_nothing_else(load: Callable[..., RLConfig]) -> None:
+    folder = _folder(load())
+    for path in (folder.channel / "frames", folder.broadcasts / "version_3", folder.rollouts):
+        path.mkdir(parents=True)
+    kept = {"step_2.jsonl", "eval_version_2.jsonl", "notes.txt"}
+    for name in kept | {"step_3.jsonl", "step_10.jsonl", "eval_version_4.jsonl", "step_3.jsonl.partial"}:
+        (folder.rollouts / name).write_text("")
+    remove_leftovers(folder, 2)
+    assert {path.name for path in folder.rollouts.iterdir()} == kept
+    assert not folder.channel.exists() and not folder.broadcasts.exists()
+
+
+def test_the_id_of_a_run_is_made_once(load: Callable[..., RLConfig], tmp_path: Path) -> None:
+    folder, other = RunFolder(tmp_path / "a"), RunFolder(tmp_path / "b")
+    for place in (folder, other):
+        place.root.mkdir()
+    first = run_id_of(folder)
+    assert first and run_id_of(folder) == first and run_id_of(other) != first
+
+
+def test_under_torchrun_rl_refuses_to_start(
+    tmp_path: Path, load: Callable[..., RLConfig], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setitem(os.environ, "RANK", "0")
+    monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
+    assert rl.main(["@", str(tmp_path / "rl.toml"), "--output-dir", str(tmp_path)]) == 2
+    assert "without torchrun" in capsys.readouterr().err

@@ -1,0 +1,274 @@
+"""Both publishers against real servers: what arrives, and what happens when something goes wrong."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from contract.errors import ConfigError, PublishError
+from contract.layout import RunFolder
+from tests.support.engine import build_engine, build_sharded, rank_process
+from tests.support.ranks import run_ranks
+from tests.support.weight_server import KEY, Behaviour, weight_server
+from trainer.config.rl import RLTrainConfig
+from trainer.parallel.layout import LogicalTensor
+from trainer.parallel.process import Process
+from trainer.publish.base import Publisher
+from trainer.publish.build import build_publisher
+
+KINDS = ["filesystem", "collective"]
+Weights = Callable[[], Mapping[str, LogicalTensor]]
+
+
+def settings(kind: str, **changes: Any) -> dict[str, Any]:
+    """A section `publish`; the tiny model makes several buckets of 20 KiB."""
+    section: dict[str, Any] = {"type": kind, "timeout_seconds": 30.0}
+    if kind == "collective":
+        section["bucket_mib"] = 20 / 1024
+    return section | changes
+
+
+def open_publisher(
+    process: Process,
+    root: Path,
+    section: dict[str, Any],
+    servers: list[str],
+    weights: Weights,
+    dtype: torch.dtype = torch.float32,
+) -> Publisher:
+    config = RLTrainConfig.model_validate(
+        {
+            "model": {"name": "unused"},
+            "max_steps": 1,
+            "publish": section,
+            "servers": servers,
+            "server_key": KEY,
+        }
+    )
+    return build_publisher(config, process, RunFolder(root), weights, dtype=dtype)
+
+
+def weights_of_run(folder: Path, process: Process, **model_settings: Any) -> Weights:
+    """As the composition root has them: the model's own, and masters where an optimizer keeps them."""
+    offload = model_settings.get("offload", "none")
+    model = build_sharded(folder, process, **model_settings)
+    engine = build_engine(model, process, offload=offload)
+    return lambda: {**model.logical_state(), **engine._optimizer.weights()}
+
+
+def publish_versions(
+    root: Path,
+    folder: Path,
+    section: dict[str, Any],
+    servers: list[str],
+    versions: list[int],
+    dtype: torch.dtype = torch.float32,
+    model_settings: Mapping[str, Any] | None = None,
+) -> list[dict[str, float]]:
+    """On a rank: publish, moving every weight by the version's number in between."""
+    process = rank_process()
+    weights = weights_of_run(folder, process, **(model_settings or {}))
+    publisher = open_publisher(process, root, section, servers, weights, dtype)
+    try:
+        metrics = []
+        for version in versions:
+            for tensor in weights().values():
+                for piece in tensor.pieces:
+                    piece.tensor.add_(version)
+            metrics.append(dict(publisher.publish(version)))
+        return metrics
+    finally:
+        publisher.close()
+
+
+def expected(
+    folder: Path, versions: list[int], dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
+    """The file's tensors after the same additions; a tied head is not in the file."""
+    tensors = load_file(folder / "model.safetensors")
+    for version in versions:
+        tensors = {name: tensor + version for name, tensor in tensors.items()}
+    return {name: tensor.to(dtype) for name, tensor in tensors.items()}
+
+
+def assert_same(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("world_size", "model_settings"),
+    [
+        (1, {}),
+        (2, {"fusions": ["qkv", "gate_up"]}),
+        (2, {"fusions": ["qkv"], "offload": "full", "compute_dtype": torch.bfloat16}),
+        (2, {"dp_replicate": 2}),
+    ],
+    ids=["one rank", "two ranks, fused", "two ranks, fused, full offload", "two replicas"],
+)
+def test_every_server_has_the_weights_bit_for_bit_after_each_version(
+    tmp_path: Path, tiny_llama: Path, kind: str, world_size: int, model_settings: dict[str, Any]
+) -> None:
+    with weight_server() as first, weight_server() as second:
+        servers = [first.address, second.address]
+        metrics = run_ranks(
+            publish_versions, world_size, tmp_path, tiny_llama, settings(kind), servers, [0, 1, 2],
+            torch.float32, model_settings,
+        )  # fmt: skip
+        for state in (first.state(), second.state()):
+            assert (state["version"], state["num_updates"]) == (2, 3)
+            assert_same(state["tensors"], expected(tiny_llama, [0, 1, 2]))
+            assert state["group_numbers"] == ([1, 1, 1] if kind == "collective" else [0, 0, 0])
+    for of_version in (of_version for of_rank in metrics for of_version in of_rank):
+        parts = [value for name, value in of_version.items() if name.startswith("time/publish_")]
+        assert len(parts) == 3 and 0 < sum(parts) <= of_version["time/publish"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_travel_in_the_type_of_the_computation(tmp_path: Path, tiny_llama: Path, kind: str) -> None:
+    with weight_server() as server:
+        run_ranks(
+            publish_versions, 2, tmp_path, tiny_llama, settings(kind), [server.address], [1], torch.bfloat16
+        )
+        assert_same(server.state()["tensors"], expected(tiny_llama, [1], torch.bfloat16))
+
+
+WRONG: list[tuple[str, Behaviour, str]] = [
+    *((kind, "refuses", "status 409: not today") for kind in KINDS),
+    *((kind, "refuses midway", "status 500: these are not the weights of this model") for kind in KINDS),
+    *((kind, "dies", "the connection broke") for kind in KINDS),
+    *((kind, "dies midway", "the connection broke") for kind in KINDS),
+    *((kind, "lies", "that it draws with version 2") for kind in KINDS),
+    *((kind, "babbles", "status 502: '<html>bad gateway</html>', which is no answer") for kind in KINDS),
+    ("filesystem", "hangs", "did not answer within publish.timeout_seconds"),
+    ("collective", "hangs", "did not come to 127.0.0.1"),
+    ("collective", "hangs midway", "within publish.timeout_seconds"),
+]
+
+
+def publish_and_fail(
+    root: Path, folder: Path, section: dict[str, Any], servers: list[str]
+) -> tuple[str, float]:
+    """On a rank: the error's text, and how long it took; no thread of Python may be left."""
+    process = rank_process()
+    publisher = open_publisher(process, root, section, servers, weights_of_run(folder, process))
+    start = time.monotonic()
+    try:
+        publisher.publish(1)
+    except PublishError as error:
+        text, seconds = str(error), time.monotonic() - start
+    else:
+        raise AssertionError("nothing failed")
+    publisher.close()
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("publish")]
+    assert not left, f"threads left: {left}"
+    return text, seconds
+
+
+@pytest.mark.parametrize(("kind", "behaviour", "told"), WRONG)
+def test_a_server_that_fails_ends_the_publish_on_every_rank_and_keeps_its_version(
+    tmp_path: Path, tiny_llama: Path, kind: str, behaviour: Behaviour, told: str
+) -> None:
+    timeout_seconds = 1.5 if behaviour.startswith("hangs") else 30.0
+    section = settings(kind, timeout_seconds=timeout_seconds)
+    with weight_server(behaviour) as wrong:
+        results = run_ranks(publish_and_fail, 2, tmp_path, tiny_llama, section, [wrong.address])
+        for text, seconds in results:
+            assert text.startswith("version 1 was not published: ") and told in text, text
+            assert seconds < 15, f"{seconds:.1f} s"
+        if behaviour.startswith("refuses"):
+            assert wrong.state()["version"] == 0
+
+
+def test_a_server_that_is_well_is_not_left_waiting_when_another_one_fails(
+    tmp_path: Path, tiny_llama: Path
+) -> None:
+    with weight_server("refuses") as wrong, weight_server() as well:
+        servers = [well.address, wrong.address]
+        run_ranks(publish_and_fail, 1, tmp_path, tiny_llama, settings("collective"), servers)
+        deadline = time.monotonic() + 10
+        while not (state := well.state())["refusals"]:
+            assert time.monotonic() < deadline, "the server still waits for the trainer"
+            time.sleep(0.05)
+        assert state["version"] == 0 and "has given up the broadcast" in state["refusals"][0]
+
+
+def die_while_publishing(root: Path, folder: Path, section: dict[str, Any], servers: list[str]) -> str:
+    """On rank 1: end without a word after the first bucket. On rank 0: the error's text."""
+    process = rank_process()
+    weights = weights_of_run(folder, process)
+    calls = 0
+
+    class Dying(dict[str, LogicalTensor]):
+        def __getitem__(self, name: str) -> LogicalTensor:
+            nonlocal calls
+            calls += 1
+            if process.rank == 1 and calls > 6:
+                os._exit(0)
+            return super().__getitem__(name)
+
+    publisher = open_publisher(process, root, section, servers, lambda: Dying(weights()))
+    try:
+        publisher.publish(1)
+    except PublishError as error:
+        # The other rank cannot answer `run_ranks`, nor be waited for.
+        (root / "told").write_text(str(error))
+        publisher.close()
+    return "published"
+
+
+def test_a_rank_that_dies_while_publishing_leaves_the_servers_on_their_version(
+    tmp_path: Path, tiny_llama: Path
+) -> None:
+    with weight_server() as server:
+        with pytest.raises(AssertionError, match="rank 1 of 2 died without a word"):
+            run_ranks(die_while_publishing, 2, tmp_path, tiny_llama, settings("collective"), [server.address])
+        assert "a rank of the trainer ended" in (tmp_path / "told").read_text()
+        deadline = time.monotonic() + 10
+        while not (state := server.state())["refusals"]:
+            assert time.monotonic() < deadline, "the server still waits for the trainer"
+            time.sleep(0.05)
+        assert state["version"] == 0 and "the trainer ended or did not send" in state["refusals"][0]
+
+
+def fail_to_pack(root: Path, folder: Path, section: dict[str, Any], servers: list[str]) -> str:
+    """On rank 1: a tensor cannot be read. On both: the error's text."""
+    process = rank_process()
+    weights = weights_of_run(folder, process)
+
+    class Broken(dict[str, LogicalTensor]):
+        def __getitem__(self, name: str) -> LogicalTensor:
+            raise MemoryError("no memory left")
+
+    def read() -> Mapping[str, LogicalTensor]:
+        return Broken(weights()) if process.rank == 1 else weights()
+
+    publisher = open_publisher(process, root, section, servers, read)
+    with pytest.raises(PublishError) as raised:
+        publisher.publish(1)
+    publisher.close()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_fails_on_one_rank_is_told_by_all(tmp_path: Path, tiny_llama: Path, kind: str) -> None:
+    with weight_server() as server:
+        texts = run_ranks(fail_to_pack, 2, tmp_path, tiny_llama, settings(kind), [server.address])
+        assert texts == ["version 1 was not published: rank 1: MemoryError: no memory left"] * 2
+        assert server.state()["version"] == 0
+
+
+def test_a_run_without_servers_is_refused(process: Process, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="servers is empty: nobody would get the weights"):
+        open_publisher(process, tmp_path, settings("filesystem"), [], dict)
