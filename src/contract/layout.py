@@ -63,7 +63,7 @@ class RunFolder:
 
     @property
     def rollouts(self) -> Path:
-        """Episodes as they were trained on, readable: `step_N.jsonl`; `eval_step_N.jsonl` of evaluations."""
+        """Episodes, readable: `step_N.jsonl` as they were trained on; evaluations: `eval_version_N.jsonl`."""
         return self.root / "rollouts"
 
     @property

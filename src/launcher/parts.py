@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from contract import control
-from contract.attempt import read_exit, read_pid
+from contract.attempt import read_pid, register_rank
 from contract.control import holding_pause_signal
 from contract.errors import EXIT_OK, TailraceError
 from contract.layout import RunFolder
@@ -25,6 +25,7 @@ from contract.settings.dump import to_toml
 from contract.settings.load import load_file, load_settings
 from inference.config import InferenceConfig
 from launcher import folder as run_folder
+from launcher.alive import send
 from launcher.devices import count_gpus, default_processes
 from launcher.prepare import check_model_and_store, note
 from launcher.processes import launch
@@ -114,6 +115,7 @@ def _enter(config: Settings, folder: RunFolder, name: str) -> tuple[Path, Path]:
     latest = folder.logs / "latest"
     joins = latest.is_dir() and _is_live(latest) and not (latest / f"{name}.toml").exists()
     attempt = (latest.resolve() if joins else run_folder.new_attempt(folder)).absolute()
+    register_rank(attempt, name)  # before anything slow, so that another part finds it
     path = attempt / f"{name}.toml"
     path.write_text(to_toml(config, header="What this attempt was started with."), encoding="utf-8")
     if getattr(config, "server_key", None) is not None:
@@ -123,11 +125,8 @@ def _enter(config: Settings, folder: RunFolder, name: str) -> tuple[Path, Path]:
 
 def _is_live(attempt: Path) -> bool:
     """Whether a part of the attempt runs on this machine."""
-    for member in (0, ORCHESTRATOR):
-        pid = read_pid(attempt, member)
-        if pid is not None and read_exit(attempt, member) is None and Path(f"/proc/{pid}").exists():
-            return True
-    return False
+    pids = [read_pid(attempt, name) for name in (TRAINER, ORCHESTRATOR)]
+    return any(pid is not None and send(pid, 0) for pid in pids)
 
 
 def _launch_ranks(

@@ -13,6 +13,7 @@ from contract.channel.build import open_sender
 from contract.errors import RunFolderError
 from contract.layout import RunFolder
 from contract.model_files import load_tokenizer, resolve_model
+from contract.store import parse_folder
 from orchestrator.background import Background, LoopLag
 from orchestrator.client import PolicyClient
 from orchestrator.config import OrchestratorConfig, RolloutConfig, SourceConfig
@@ -24,7 +25,7 @@ from orchestrator.evaluate import Evaluator
 from orchestrator.group import Runner, TaskSource
 from orchestrator.pipeline import Parts, Pipeline, Span
 from orchestrator.plan import Plan, PlannedSource
-from orchestrator.progress import SNAPSHOT_NAME, Progress, Snapshot, load_snapshot
+from orchestrator.progress import Progress, Snapshot, load_snapshot
 from orchestrator.tokens import TurnRenderer
 
 logger = logging.getLogger(__name__)
@@ -113,8 +114,8 @@ def build_progress(
     plan = Plan(planned, config.seed)
     if config.resume_dir is None:
         return Progress(plan, group_size), None
-    path = Path(config.resume_dir) / _COMPONENT / SNAPSHOT_NAME
-    snapshot = load_snapshot(path, plan.identity(group_size))
+    checkpoint = parse_folder(config.resume_dir)
+    snapshot = load_snapshot(checkpoint / _COMPONENT, plan.identity(group_size))
     return Progress(Plan(planned, config.seed, snapshot.counts), group_size, snapshot.outstanding), snapshot
 
 

@@ -19,7 +19,6 @@ from typing import TypeVar
 
 import aiohttp
 import msgspec
-from yarl import URL
 
 from contract import policy
 from contract.errors import PolicyServerError
@@ -112,9 +111,6 @@ class PolicyClient:
             # A draw has its own limit, below; a connection that does not come about is a server out of reach.
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
         )
-        self._generate_urls = {
-            server.address: URL(server.address + policy.GENERATE_ROUTE) for server in self._servers
-        }
         self._next = 0
         self.num_retries = 0
         """Requests that were sent again after a server was out of reach."""
@@ -164,7 +160,7 @@ class PolicyClient:
             started = time.monotonic()
             try:
                 body = policy.encode(GenerateRequest(sent_id, prompt, sampling))
-                url = self._generate_urls[server.address]
+                url = server.address + policy.GENERATE_ROUTE
                 answer = await self._ask(server, "POST", url, GenerateResponse, body)
             except _OutOfReach as error:
                 attempt += 1
@@ -217,8 +213,8 @@ class PolicyClient:
         while True:
             started = time.monotonic()
             wait = min(max(deadline - started, 0.0), _POLL_SECONDS)
-            query = {"at_least": str(at_least), "timeout_seconds": f"{wait:.3f}"}
-            url = URL(server.address + policy.VERSION_ROUTE).with_query(query)
+            query = f"at_least={at_least}&timeout_seconds={wait:.3f}"
+            url = f"{server.address}{policy.VERSION_ROUTE}?{query}"
             try:
                 # A server that does not answer when the wait is over has lost the request.
                 async with asyncio.timeout(wait + _CONNECT_SECONDS):
@@ -263,7 +259,7 @@ class PolicyClient:
             ) from error
 
     async def _ask(
-        self, server: _Server, method: str, url: URL, kind: type[Answer], body: bytes | None = None
+        self, server: _Server, method: str, url: str, kind: type[Answer], body: bytes | None = None
     ) -> Answer:
         server.load += 1
         try:

@@ -8,16 +8,17 @@ goes on from it does them first: none is skipped, and none that was done is done
 from __future__ import annotations
 
 import heapq
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from contract.errors import CheckpointError, DataError
+from contract.store import Folder, read_bytes
 from orchestrator.plan import Draw, Plan
 
 SNAPSHOT_NAME = "state.json"
 _FORMAT_VERSION = 1
+_ANEW = "set resume.skip_progress and resume.skip_data to start with the tasks from the beginning"
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -38,22 +39,24 @@ class Snapshot(msgspec.Struct, frozen=True):
     baseline: dict[str, float]
 
 
-def load_snapshot(path: Path, identity: dict[str, Any]) -> Snapshot:
-    """Read a snapshot.
+def load_snapshot(folder: Folder, identity: dict[str, Any]) -> Snapshot:
+    """Read the snapshot in a checkpoint.
 
     Args:
-        path: the file in the checkpoint.
+        folder: the orchestrator's part of the checkpoint.
         identity: of the plan that the run has now.
 
     Raises:
         CheckpointError: the file is missing or holds no snapshot.
         DataError: it is one of another plan.
     """
+    path = folder / SNAPSHOT_NAME
     try:
-        snapshot = msgspec.json.decode(path.read_bytes(), type=Snapshot)
+        snapshot = msgspec.json.decode(read_bytes(folder, SNAPSHOT_NAME), type=Snapshot)
     except OSError as error:
         raise CheckpointError(
-            f"cannot read the orchestrator's state {path}: {error.strerror}; resume from another checkpoint"
+            f"cannot read the orchestrator's state {path}: {error.strerror}; resume from a checkpoint of an "
+            f"RL run, or {_ANEW}"
         ) from error
     except msgspec.DecodeError as error:
         raise CheckpointError(f"{path} is no state of an orchestrator: {error}") from error
@@ -71,7 +74,7 @@ def load_snapshot(path: Path, identity: dict[str, Any]) -> Snapshot:
         raise DataError(
             f"the tasks are not those of the checkpoint, so its position means nothing here: "
             f"{'; '.join(differing)} (a source is its name, weight and number of tasks). Set them as they "
-            f"were, or start a new run from the checkpoint's weights"
+            f"were, or {_ANEW}"
         )
     return snapshot
 

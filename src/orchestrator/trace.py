@@ -5,7 +5,6 @@ A file appears under its name only when it is complete.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -51,7 +50,7 @@ def write_trace(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     Raises:
         RunFolderError: the file cannot be written.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial = path.with_name(f"{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as file:

@@ -33,6 +33,7 @@ class FakeEngine:
         events: what happened, in order: `draw ID`, `end ID REASON`, `pause MODE`, `resume`, `read NAME`,
             `swap`.
         step: set when tokens may be drawn; cleared, everything stands still (but pauses).
+        hold_after: once so many tokens are drawn in all, `step` is cleared; None never does.
         hold_load: what a load waits for after it has read the weights.
     """
 
@@ -46,6 +47,7 @@ class FakeEngine:
         self.events: list[str] = []
         self.step = asyncio.Event()
         self.step.set()
+        self.hold_after: int | None = None
         self.hold_load = asyncio.Event()
         self.hold_load.set()
         self.is_closed = False
@@ -92,6 +94,8 @@ class FakeEngine:
             index = len(drawn)
             drawn.append(script[index % len(script)])
             self._counts["drawn"] += 1
+            if self._counts["drawn"] == self.hold_after:
+                self.step.clear()
             reason = "length" if len(drawn) == room else None
             if len(drawn) >= request.sampling.min_tokens and self._ends(request, drawn):
                 reason = "stop"

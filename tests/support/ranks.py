@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
-_PRELOAD = [
+PRELOAD = [
     "torch",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
@@ -80,7 +80,7 @@ def forkserver() -> ForkServerContext:
     """Starts processes in a tenth of a second: they are forked from one that has torch imported already."""
     context = multiprocessing.get_context("forkserver")
     # Only the first process that is started decides what is imported.
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(PRELOAD)
     return context
 
 

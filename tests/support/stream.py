@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -99,6 +100,7 @@ def open_source(
     micro_batch_size: int = 1,
     pad: bool = False,
     timeout_seconds: float = 60.0,
+    clock: Callable[[], float] = time.monotonic,
 ) -> StreamSource:
     """A source that reads `receiver` on rank 0."""
     return StreamSource(
@@ -109,4 +111,5 @@ def open_source(
         run_id=RUN_ID,
         timeout_seconds=timeout_seconds,
         place="in memory",
+        clock=clock,
     )

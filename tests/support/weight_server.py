@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import threading
 import time
@@ -11,15 +12,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import httpx
 
 from tests.support.ranks import forkserver
 
 Behaviour = Literal[
-    "loads", "refuses", "refuses midway", "dies", "dies midway", "hangs", "hangs midway", "lies", "babbles"
+    "loads",
+    "refuses",
+    "refuses midway",
+    "dies",
+    "dies midway",
+    "hangs",
+    "hangs midway",
+    "lies",
+    "babbles",
 ]
+"""What a server does with an update; `midway` is after its second tensor."""
 KEY = "secret"
 
 
@@ -28,36 +38,30 @@ class WeightServer:
     """The server, as its test sees it."""
 
     address: str
-    pid: int
-    process: Any
 
     def state(self) -> dict[str, Any]:
-        """`version`, `num_updates`, `groups` (kinds of updates in order), `tensors` (of the last version)."""
-        import pickle
-
+        """`version`, `num_updates`, `refusals`, `group_numbers` (0 without a broadcast), `tensors` (of the
+        last version).
+        """
         return pickle.loads(httpx.get(f"{self.address}/state", timeout=20).content)
 
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join(10)
+    def behave(self, behaviour: Behaviour) -> None:
+        """From now on, and what hangs ends."""
+        httpx.post(f"{self.address}/behave", content=behaviour.encode(), timeout=20).raise_for_status()
 
 
 @contextmanager
-def weight_server(behaviour: Behaviour = "loads", port: int = 0) -> Iterator[WeightServer]:
-    """Run a server; it is killed in the end.
-
-    Args:
-        behaviour: what it does with an update; `midway` is after its second tensor.
-    """
+def weight_server(behaviour: Behaviour = "loads") -> Iterator[WeightServer]:
+    """Run a server; it is killed in the end."""
     context = forkserver()
     receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=_main, args=(sending, behaviour, port), daemon=True)
+    process = context.Process(target=_main, args=(sending, behaviour), daemon=True)
     process.start()
     sending.close()
     try:
         assert receiving.poll(30), "the weight server did not start within 30 s"
         bound = receiving.recv()
-        yield WeightServer(f"http://127.0.0.1:{bound}", process.pid or 0, process)
+        yield WeightServer(f"http://127.0.0.1:{bound}")
     finally:
         process.kill()
         process.join(10)
@@ -81,7 +85,6 @@ class _State:
 
 def _take(state: _State, body: bytes) -> tuple[int, bytes]:
     import msgspec
-    import numpy as np  # noqa: F401 - tensors are told as arrays
 
     from contract.errors import PublishError
     from contract.policy import ErrorInfo, VersionInfo, WeightUpdate, encode
@@ -91,14 +94,14 @@ def _take(state: _State, body: bytes) -> tuple[int, bytes]:
         return 409, encode(ErrorInfo("not today"))
     if state.behaviour == "babbles":
         return 502, b"<html>bad gateway</html>"
-    _misbehave(state.behaviour, "")
+    _misbehave(state, "")
     staged: dict[str, Any] = {}
     try:
         with state.receiver.open_update(update) as tensors:
             for index, (name, tensor) in enumerate(tensors):
                 staged[name] = tensor
                 if index == 1:
-                    _misbehave(state.behaviour, " midway")
+                    _misbehave(state, " midway")
                     if state.behaviour == "refuses midway":
                         raise PublishError("these are not the weights of this model")
     except PublishError as error:
@@ -111,16 +114,14 @@ def _take(state: _State, body: bytes) -> tuple[int, bytes]:
     return 200, encode(VersionInfo(update.version + (state.behaviour == "lies")))
 
 
-def _misbehave(behaviour: Behaviour, when: str) -> None:
-    if behaviour == f"dies{when}":
+def _misbehave(state: _State, when: str) -> None:
+    if state.behaviour == f"dies{when}":
         os.kill(os.getpid(), signal.SIGKILL)
-    if behaviour == f"hangs{when}":
-        time.sleep(60)
+    while state.behaviour == f"hangs{when}":
+        time.sleep(0.01)
 
 
-def _main(channel: Connection, behaviour: Behaviour, port: int) -> None:
-    import pickle
-
+def _main(channel: Connection, behaviour: Behaviour) -> None:
     import torch
 
     torch.set_num_threads(1)
@@ -130,10 +131,13 @@ def _main(channel: Connection, behaviour: Behaviour, port: int) -> None:
         def do_GET(self) -> None:
             if self.path == "/health":
                 return self._answer(200, b"{}")
-            return self._answer(200, pickle.dumps(vars_of(state)))
+            return self._answer(200, pickle.dumps(_told(state)))
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
+            if self.path == "/behave":
+                state.behaviour = cast("Behaviour", body.decode())
+                return self._answer(200, b"")
             if self.headers["Authorization"] != f"Bearer {KEY}":
                 return self._answer(401, b"")
             with state.lock:
@@ -148,13 +152,13 @@ def _main(channel: Connection, behaviour: Behaviour, port: int) -> None:
         def log_message(self, format: str, *args: Any) -> None:
             """Nothing."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     channel.send(server.server_address[1])
     channel.close()
     server.serve_forever()
 
 
-def vars_of(state: _State) -> dict[str, Any]:
+def _told(state: _State) -> dict[str, Any]:
     """What a test may see; bfloat16 has no array type, so tensors go as they are."""
     return {
         "version": state.version,

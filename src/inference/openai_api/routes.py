@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -122,9 +121,8 @@ class OpenAIRoutes:
 
 async def _exhaust(parts: AsyncGenerator[Part, None]) -> None:
     """Until all are drawn: the choices keep them."""
-    async with aclosing(parts):
-        async for _ in parts:
-            pass
+    async for _ in parts:
+        pass
 
 
 async def _next(parts: AsyncGenerator[Part, None]) -> Part:

@@ -25,6 +25,7 @@ from trainer.publish.client import Calls, PolicyServers
 from trainer.publish.gather import GatherPlan
 
 _POLL_SECONDS = 0.005
+_EARLIER = 0.1
 _PATIENCE_SECONDS = 2.0
 """A server that has left the group says why over HTTP a moment later."""
 
@@ -127,16 +128,19 @@ class BroadcastSink:
         """What each server says when it has come to the store."""
         assert self._store is not None and self._calls is not None
         keys = [here_key(self._number, rank) for rank in range(1, len(self._servers) + 1)]
+        # Before the requests run out of time, for this error says more.
+        deadline = self._deadline - _EARLIER * self._config.timeout_seconds
         while not self._store.check(keys):
             self._calls.raise_failed()
             if self._is_given_up.is_set():
                 raise PublishError("given up")
-            if time.monotonic() > self._deadline:
+            if time.monotonic() > deadline:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 raise PublishError(
                     f"policy servers {', '.join(map(str, missing))} of `servers` (from 0) did not come to "
-                    f"{self._config.host}:{self._port} within publish.timeout_seconds; set publish.host to "
-                    f"an address of the trainer's machine that they can reach"
+                    f"{self._config.host}:{self._port} within publish.timeout_seconds; they are stuck (see "
+                    f"logs/latest/inference.log), or publish.host must be another address of the "
+                    f"trainer's machine, which they can reach"
                 )
             time.sleep(_POLL_SECONDS)
         return [msgspec.json.decode(self._store.get(key), type=Here) for key in keys]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,7 @@ class StreamSource:
         run_id: str,
         timeout_seconds: float,
         place: str,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
@@ -87,6 +88,7 @@ class StreamSource:
         self._run_id = run_id
         self._timeout_seconds = timeout_seconds
         self._place = place
+        self._clock = clock
         self._deadline: float | None = None
         self.snapshot = NO_SNAPSHOT
         self.end: RunEnd | None = None
@@ -176,12 +178,12 @@ class StreamSource:
         """On rank 0: the next frame, checked and acknowledged; None if it has not come yet."""
         assert self._receiver is not None
         sequence = self._state.step + 1
-        now = time.monotonic()
+        now = self._clock()
         if self._deadline is None:
             self._deadline = now + self._timeout_seconds
         frame = self._receiver.receive(sequence, max(0.0, min(SLICE_SECONDS, self._deadline - now)))
         if frame is None:
-            if time.monotonic() >= self._deadline:
+            if self._clock() >= self._deadline:
                 raise ChannelError(
                     f"no batch for step {sequence} came within batch_timeout_seconds = "
                     f"{self._timeout_seconds:g} s; the trainer waits for it {self._place}"

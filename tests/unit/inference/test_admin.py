@@ -43,24 +43,26 @@ def test_no_request_reaches_the_engine_between_pause_and_resume(tokenizer: Any) 
 
 
 def test_running_requests_are_kept_finished_or_aborted_as_the_pause_says(tokenizer: Any) -> None:
-    async def check(mode: Any, expected: tuple[str, int]) -> None:
+    async def check(mode: Any, reason: str, num_tokens: int) -> None:
         engine = FakeEngine(tokenizer)
+        engine.hold_after = 3
         async with serve(engine) as client:
-            drawing = asyncio.create_task(client.generate("a", [5], max_tokens=400))
-            await until(lambda: engine.stats().num_drawn_tokens > 2, "some tokens")
-            assert (await client.post("/pause", PauseRequest(mode))).status_code == 200
+            drawing = asyncio.create_task(client.generate("a", [5], max_tokens=20))
+            await until(lambda: not engine.step.is_set(), "three tokens")
+            pausing = asyncio.create_task(client.post("/pause", PauseRequest(mode)))
+            await until(lambda: f"pause {mode}" in engine.events, "the pause")
+            engine.step.set()
+            assert (await pausing).status_code == 200
             assert engine.stats().num_running == (1 if mode == "keep" else 0)
-            num_drawn = engine.stats().num_drawn_tokens
             await asyncio.sleep(0.02)
-            assert engine.stats().num_drawn_tokens == num_drawn
+            assert engine.stats().num_drawn_tokens == (20 if mode == "wait" else 3)
             await client.post("/resume")
             drawn = await drawing
-        assert drawn.finish_reason == expected[0]
-        assert (len(drawn.tokens) == 400) == (expected[1] == 400)
+        assert (drawn.finish_reason, len(drawn.tokens)) == (reason, num_tokens)
 
-    asyncio.run(check("keep", ("length", 400)))
-    asyncio.run(check("wait", ("length", 400)))
-    asyncio.run(check("abort", ("abort", 0)))
+    asyncio.run(check("keep", "length", 20))
+    asyncio.run(check("wait", "length", 20))
+    asyncio.run(check("abort", "abort", 3))
 
 
 def test_an_update_answers_when_the_new_version_draws(tokenizer: Any) -> None:

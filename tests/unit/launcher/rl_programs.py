@@ -48,7 +48,7 @@ def _supervise(behaviour: str, folder: Path, grace_seconds: float) -> int:
         stop_seconds=1.0,
         end_seconds=1.0 if behaviour == "orchestrator_lingers" else 60.0,
     )
-    return Supervisor(spec, View(folder, folder / "metrics.jsonl", live=False)).run()
+    return Supervisor(spec, View(folder, folder / "metrics.jsonl", live=None)).run()
 
 
 class Part:

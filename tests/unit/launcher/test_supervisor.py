@@ -5,7 +5,9 @@ All scenarios of this module run at the same time, once.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -71,6 +73,28 @@ class Launch:
 
 def _succeed(folder: Path) -> Result:
     return Launch("succeed", folder).finish()
+
+
+def _on_a_terminal(folder: Path) -> Result:
+    controller, terminal = os.openpty()
+    folder.mkdir()
+    words = ["supervise", "succeed", str(folder), "30"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.unit.launcher.rl_programs", *words],
+        cwd=_ROOT,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
+    )
+    os.close(terminal)
+    shown = b""
+    with contextlib.suppress(OSError):  # which says that the other side was closed
+        while piece := os.read(controller, 65536):
+            shown += piece
+    os.close(controller)
+    _, errors = process.communicate(timeout=60)
+    return Result(process.returncode, shown.decode(), errors.decode(), [], folder)
 
 
 def _lose_server(folder: Path) -> Result:
@@ -156,6 +180,7 @@ def _stuck(folder: Path) -> Result:
 
 _SCENARIOS: list[Callable[[Path], Result]] = [
     _succeed,
+    _on_a_terminal,
     _lose_server,
     _server_ends_well,
     _orchestrator_fails,
@@ -193,6 +218,19 @@ def test_a_run_that_ends_well_ends_the_server_and_shows_what_matters(results: Re
     assert "[inference] 12:00:00 warning: hot\n" in result.output and "GET /version" not in result.output
     record = read_exit(result.folder, "inference")
     assert record is not None and record.code == 128 + signal.SIGTERM
+
+
+def test_on_a_terminal_a_panel_shows_the_state_of_each_part_below_the_lines(results: Results) -> None:
+    result = results(_on_a_terminal)
+    assert (result.code, result.errors) == (0, "")
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", result.output)
+    assert "step 1" in shown and "[orchestrator] 12:00:00 warning: slow" in shown
+    for row in (
+        r"inference +serving +\d+",
+        r"orchestrator +running +\d+",
+        r"trainer +(running|ended \(0\)) +\d+",
+    ):
+        assert re.search(row, shown), shown
 
 
 def test_a_killed_server_is_the_first_failure_and_the_trainer_does_not_mask_it(results: Results) -> None:

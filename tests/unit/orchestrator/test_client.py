@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import pytest
 
 from contract.errors import PolicyServerError
-from contract.policy import GenerateRequest, Sampling
+from contract.policy import GenerateRequest, GenerateResponse, Sampling
+from contract.policy import encode as encode_message
 from contract.sections import SamplingConfig
 from orchestrator.client import PolicyClient
 from orchestrator.environment.failure import EpisodeFailed
@@ -159,6 +160,16 @@ def test_an_answer_that_is_no_response_fails_the_episode(body: bytes) -> None:
             with pytest.raises(EpisodeFailed, match="no GenerateResponse") as failure:
                 await client.generate([1], SAMPLING, "r")
             assert failure.value.kind == "server"
+
+    run(work())
+
+
+def test_an_answer_to_another_request_fails_the_episode() -> None:
+    async def work() -> None:
+        body = encode_message(GenerateResponse("other", [5], [-0.1], [0], "stop"))
+        async with PolicyServer(in_turn(Reply(body=body))) as server, PolicyClient([server.url]) as client:
+            with pytest.raises(EpisodeFailed, match="answers request 'other' in place of 'r'"):
+                await client.generate([1], SAMPLING, "r")
 
     run(work())
 

@@ -146,6 +146,15 @@ def test_calls_reach_the_environment_and_their_tokens_stay_as_written() -> None:
     )
 
 
+def test_calls_are_numbered_over_the_turns_of_an_episode() -> None:
+    tokenizer = byte_tokenizer(TOOLS)
+    turn = encode(tokenizer, '<tool_call>{"name": "add", "arguments": {}}</tool_call><|im_end|>')
+    source = ScriptedSource([user("q")], [[tool("3")]], max_turns=2, tools=CALCULATOR)
+    messages = run(tokenizer, ScriptedPolicy(turn, turn), source).messages
+    ids = [call["id"] for message in messages for call in message.get("tool_calls", [])]
+    assert ids == ["call00000", "call00001"]
+
+
 def test_a_template_that_drops_earlier_reasoning_begins_a_new_sample() -> None:
     tokenizer = byte_tokenizer(REASONING)
     first, second = "hm</think>a<|im_end|>", "so</think>b<|im_end|>"

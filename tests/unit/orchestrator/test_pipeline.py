@@ -45,9 +45,6 @@ def _with_evaluation() -> EvaluationConfig:
     )
 
 
-# -- on-policy
-
-
 def _synchronous_run(folder: Path, timing: int) -> list[dict[str, Any]]:
     rollout = RolloutConfig(group_size=3, groups_per_batch=4, max_lead=0, max_concurrent=5)
     setup = Setup(folder, rollout, max_steps=6, evaluation=_with_evaluation())
@@ -81,9 +78,6 @@ def test_a_batch_has_the_first_groups_with_signal_in_the_order_of_the_plan(tmp_p
     # The seeds are those that an uninterrupted reading of the plan would give, whatever finished first.
     dropped = sum(message["metrics"]["groups/dropped_no_signal"] for message in messages[:-1])
     assert max(positions) + 1 == len(positions) + dropped
-
-
-# -- lead and age
 
 
 def test_sampling_runs_ahead_by_the_lead_and_no_further(tmp_path: Path) -> None:
@@ -164,9 +158,6 @@ def test_no_more_episodes_run_at_a_time_than_allowed(tmp_path: Path) -> None:
     assert runner.most_running == 6
 
 
-# -- resume
-
-
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("max_lead", [0, 2])
 def test_after_any_crash_every_task_is_trained_once(seed: int, max_lead: int, tmp_path: Path) -> None:
@@ -207,9 +198,6 @@ def test_a_run_without_a_lead_goes_on_as_if_it_had_never_stopped(tmp_path: Path)
     asyncio.run(setup.run(rest, FakeRunner(rest), whole.batches[2].snapshot))
     assert [batch.samples for batch in rest.batches] == [batch.samples for batch in whole.batches[3:]]
     assert [batch.snapshot for batch in rest.batches] == [batch.snapshot for batch in whole.batches[3:]]
-
-
-# -- what cannot be learned from
 
 
 def test_groups_without_signal_are_replaced(tmp_path: Path) -> None:
@@ -283,9 +271,6 @@ def test_too_many_failures_end_the_run_with_the_first_error(tmp_path: Path) -> N
         asyncio.run(Setup(tmp_path, rollout, max_steps=90).run(trainer, FakeRunner(trainer, script)))
 
 
-# -- evaluation and the end
-
-
 def test_evaluations_are_of_the_version_that_is_due_and_travel_with_the_next_batch(tmp_path: Path) -> None:
     rollout = RolloutConfig(group_size=2, groups_per_batch=2, max_lead=0)
     trainer = FakeTrainer()
@@ -323,9 +308,6 @@ def test_a_run_that_is_complete_already_only_ends(tmp_path: Path) -> None:
     again = FakeTrainer(2)
     asyncio.run(setup.run(again, FakeRunner(again), first.batches[-1].snapshot))
     assert again.batches == [] and again.end.sequence == 3
-
-
-# -- what stands still or goes wrong
 
 
 def _stopping(folder: Path, *, episode: float = 20.0, version: float = 20.0) -> Setup:

@@ -18,7 +18,7 @@ GROUP_SIZE = 4
 
 def _resume(path: Path) -> Progress:
     identity = Plan(SOURCES, 0).identity(GROUP_SIZE)
-    snapshot = load_snapshot(path, identity)
+    snapshot = load_snapshot(path.parent, identity)
     return Progress(Plan(SOURCES, 0, snapshot.counts), GROUP_SIZE, snapshot.outstanding)
 
 
@@ -92,19 +92,19 @@ def test_a_snapshot_of_other_tasks_is_refused(changed: dict[str, object], named:
     path = tmp_path / "state.json"
     path.write_bytes(Progress(Plan(SOURCES, 0), GROUP_SIZE).snapshot(1, {}))
     with pytest.raises(DataError, match=named) as error:
-        load_snapshot(path, changed)
+        load_snapshot(tmp_path, changed)
     assert "Set them as they were" in str(error.value)
 
 
 def test_a_missing_or_foreign_snapshot_is_refused(tmp_path: Path) -> None:
     identity = Plan(SOURCES, 0).identity(GROUP_SIZE)
     with pytest.raises(CheckpointError, match="cannot read"):
-        load_snapshot(tmp_path / "state.json", identity)
+        load_snapshot(tmp_path, identity)
     (tmp_path / "state.json").write_text('{"step": 1')
     with pytest.raises(CheckpointError, match="no state of an orchestrator"):
-        load_snapshot(tmp_path / "state.json", identity)
+        load_snapshot(tmp_path, identity)
     text = Progress(Plan(SOURCES, 0), GROUP_SIZE).snapshot(1, {})
     newer = text.replace(b'"format_version":1', b'"format_version":2')
     (tmp_path / "state.json").write_bytes(newer)
     with pytest.raises(CheckpointError, match="format version 2"):
-        load_snapshot(tmp_path / "state.json", identity)
+        load_snapshot(tmp_path, identity)

@@ -65,7 +65,12 @@ def test_prompts_are_cached_by_messages_and_tools_and_the_cache_is_bounded() -> 
 
 @pytest.mark.parametrize(
     ("template", "stop_ids"),
-    [(CHATML, [2]), (CHATML.replace("<|im_end|>", "<|endoftext|>"), [2, 0]), (PLAIN, [2])],
+    [
+        (CHATML, [2]),
+        (CHATML.replace("<|im_end|>", "<|endoftext|>"), [2, 0]),
+        (PLAIN, [2]),
+        (CHATML.replace("<|im_end|>", " (end)<|endoftext|>"), [2]),
+    ],
 )
 def test_turns_end_at_the_end_of_sequence_and_at_the_templates_own_end_of_a_turn(
     template: str, stop_ids: list[int]
@@ -92,6 +97,23 @@ def test_a_turn_that_no_token_of_the_template_ends_cannot_be_extended() -> None:
 
 def test_a_template_that_changes_what_stood_before_the_turn_is_not_extended() -> None:
     assert extend(byte_tokenizer(OPENED), "a</think>b<|im_end|>", [user("r")]) is None
+
+
+@pytest.mark.parametrize("shown", ["{{ messages | length }}", "{{ messages[-1].content | length }}"])
+def test_a_head_that_changes_without_changing_its_length_is_seen(shown: str) -> None:
+    assert extend(byte_tokenizer(shown + CHATML), "a<|im_end|>", [user("rr")]) is None
+    assert extend(byte_tokenizer("x" + CHATML), "a<|im_end|>", [user("rr")]) is not None
+
+
+@pytest.mark.parametrize("shown", ["{{ m.content | length }}", " (end)"])
+def test_text_between_the_turn_and_its_end_that_was_not_sampled_is_seen(shown: str) -> None:
+    before = byte_tokenizer(CHATML.replace("<|im_end|>", f"{shown}<|im_end|>"))
+    assert extend(before, "a<|im_end|>", [user("r")]) is None
+
+
+def test_what_follows_a_turn_and_depends_on_its_text_is_not_taken_from_another_text() -> None:
+    behind = byte_tokenizer(CHATML.replace("<|im_end|>", "<|im_end|>{{ m.content | length }}"))
+    assert extend(behind, "a<|im_end|>", [user("r")]) is None
 
 
 def test_a_template_that_drops_reasoning_extends_only_turns_without() -> None:

@@ -153,6 +153,8 @@ def test_a_receiver_follows_a_sender_that_comes_back(way: Way) -> None:
 
 
 def test_what_another_attempt_left_is_never_handed_out_nor_counted(way: Way) -> None:
+    leftovers: dict[Path, bytes] = {}
+
     async def attempt() -> None:
         sender, receiver = way.sender(), way.receiver()
         for sequence in (1, 2, 3):
@@ -162,13 +164,22 @@ def test_what_another_attempt_left_is_never_handed_out_nor_counted(way: Way) -> 
         await until_acknowledged(sender, 2)
         # Neither end is closed by rule: both were killed.
         await asyncio.to_thread(receiver.close)
-        leftovers = {path: path.read_bytes() for path in way.folder.root.rglob("*") if path.is_file()}
+        leftovers.update({path: path.read_bytes() for path in way.folder.root.rglob("*") if path.is_file()})
         await sender.close()
+
+    def restore() -> None:
         for path, content in leftovers.items():
             path.parent.mkdir(exist_ok=True, parents=True)
             path.write_bytes(content)
 
-    async def next_attempt() -> None:
+    async def next_attempt_that_starts_with_the_sender() -> None:
+        sender = way.sender()
+        await sender.send(1, b"of the second attempt")
+        await asyncio.sleep(0.2)
+        assert await sender.acknowledged() == 0
+        await sender.close()
+
+    async def next_attempt_that_starts_with_the_receiver() -> None:
         receiver = way.receiver()
         assert await receive(receiver, 3, 0.2) is None
         sender = way.sender()
@@ -180,7 +191,12 @@ def test_what_another_attempt_left_is_never_handed_out_nor_counted(way: Way) -> 
         await sender.close()
 
     run(attempt)
-    run(next_attempt)
+    for next_attempt in (
+        next_attempt_that_starts_with_the_sender,
+        next_attempt_that_starts_with_the_receiver,
+    ):
+        restore()
+        run(next_attempt)
 
 
 def test_an_acknowledgement_is_heard_although_the_receiver_ends_right_after_it(way: Way) -> None:

@@ -79,9 +79,10 @@ def test_text_that_cannot_begin_a_stop_text_is_given_at_once(tokenizer: Any) -> 
     assert _pieces(stream, tokens, "length") == ["x", "", "", "ENy", "E"]
 
 
-def test_a_stop_text_before_min_tokens_is_text(tokenizer: Any) -> None:
+@pytest.mark.parametrize("size", [1, 5])
+def test_a_stop_text_before_min_tokens_is_text(tokenizer: Any, size: int) -> None:
     stream = TextStream(tokenizer, [], ["a"], [])
-    assert "".join(_pieces(stream, tokenizer("abcba")["input_ids"], "stop")) == "abcb"
+    assert "".join(_pieces(stream, tokenizer("abcba")["input_ids"], "stop", size)) == "abcb"
 
 
 def test_each_token_knows_where_its_text_begins(tokenizer: Any) -> None:

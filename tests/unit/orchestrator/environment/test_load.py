@@ -18,11 +18,12 @@ from .sources import config_of, gone, order, running
 
 
 def _error(config: SourceConfig, limits: Limits | None = None) -> TailraceError:
-    """What loading raises, once no worker is left."""
+    """What loading raises, once no worker is left; without `limits`, a good source is loaded beside it."""
+    configs = [config_of("Echo"), config] if limits is None else [config]
 
     async def run() -> TailraceError:
         with pytest.raises(TailraceError) as caught:
-            await load_sources([config_of("Echo"), config], limits)
+            await load_sources(configs, limits)
         assert _children() == []
         return caught.value
 
@@ -72,7 +73,8 @@ def test_a_setting_that_the_constructor_refuses_is_a_config_error() -> None:
     ("how", "words"), [("raise", "OSError: no data"), ("exit", "exit code 5"), ("hang", "longer than 1 s")]
 )
 def test_a_constructor_that_fails_or_hangs_ends_the_start(how: str, words: str) -> None:
-    error = _error(config_of("BadStart", settings={"how": how}), Limits(start_seconds=1.0))
+    limits = Limits(start_seconds=1.0) if how == "hang" else None
+    error = _error(config_of("BadStart", settings={"how": how}), limits)
     assert isinstance(error, EnvironmentFailure)
     assert "BadStart" in str(error) and words in str(error)
 

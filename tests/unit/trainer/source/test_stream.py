@@ -92,21 +92,34 @@ def test_a_batch_that_has_not_come_is_pending_and_waited_for_in_short_slices(pro
     assert take(source).num_samples == 1
 
 
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def test_a_wait_ends_at_its_limit_and_says_what_was_waited_for(process: Process) -> None:
-    receiver = MemoryReceiver({})
-    source = open_source(receiver, process, TrainState(step=4), timeout_seconds=0.05)
-    message = r"no batch for step 5 came within batch_timeout_seconds = 0\.05 s.*in memory"
+    receiver, clock = MemoryReceiver({}), Clock()
+    source = open_source(receiver, process, TrainState(step=4), timeout_seconds=2.5, clock=clock)
+    for clock.now in (100.0, 102.0, 102.25):
+        assert source.next_step() is PENDING
+    clock.now = 102.5
+    message = r"no batch for step 5 came within batch_timeout_seconds = 2\.5 s.*in memory"
     with pytest.raises(ChannelError, match=message):
-        while source.next_step() is PENDING:
-            pass
-    assert max(receiver.waits) <= 0.05
+        source.next_step()
+    assert receiver.waits == [1.0, 0.5, 0.25, 0.0]
 
 
 def test_the_limit_of_a_wait_begins_anew_with_every_batch(process: Process) -> None:
-    state = TrainState()
-    source = open_source(MemoryReceiver({1: batch_message(1)}), process, state, timeout_seconds=1e-9)
+    state, clock = TrainState(), Clock()
+    receiver = MemoryReceiver({1: batch_message(1)})
+    source = open_source(receiver, process, state, timeout_seconds=2.5, clock=clock)
     take(source)
-    state.step = 1
+    state.step, clock.now = 1, 200.0
+    assert source.next_step() is PENDING
+    clock.now = 202.5
     with pytest.raises(ChannelError, match="no batch for step 2"):
         source.next_step()
 
