@@ -224,7 +224,7 @@ async def _serve_engine(
     signalled = ending.on_loop()
     serving = asyncio.create_task(server.serve([listener]))
     watching = asyncio.create_task(service.watch())
-    await asyncio.wait({serving, signalled}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({serving, watching, signalled}, return_when=asyncio.FIRST_COMPLETED)
     try:
         if watching.done():
             raise _failed(watching.result())

@@ -41,11 +41,12 @@ def test_help_shows_default_choices_and_every_variant() -> None:
     )
 
 
-def test_the_reference_page_is_up_to_date() -> None:
+@pytest.mark.parametrize("name", ["configuration.md", "configuration-rl.md"])
+def test_the_reference_pages_are_up_to_date(name: str) -> None:
     script = _ROOT / "scripts" / "config_reference.py"
-    code = f"import runpy, sys; sys.stdout.write(runpy.run_path({str(script)!r})['render']())"
+    code = f"import runpy, sys; sys.stdout.write(runpy.run_path({str(script)!r})['render']({name!r}))"
     rendered = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, check=True, encoding="utf-8"
     ).stdout
-    page = (_ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    page = (_ROOT / "docs" / name).read_text(encoding="utf-8")
     assert rendered == page, "run `uv run python scripts/config_reference.py`"
