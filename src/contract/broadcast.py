@@ -190,6 +190,18 @@ class Group:
         self._group = None
 
 
+def reason_of(error: BaseException) -> str:
+    """Why a group or a store has failed. Their own texts name files and lines of their source."""
+    text = str(error).lower()
+    if "timed out" in text or "timeout" in text:
+        return "no answer in time"
+    if any(word in text for word in ("closed by peer", "reset by peer", "broken pipe", "0 bytes")):
+        return "the connection broke"
+    if "refused" in text or "failed to connect" in text:
+        return "nobody listens there"
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
 def own_address(host: str, port: int) -> str:
     """Address under which this machine is known on the way to `host`.
 

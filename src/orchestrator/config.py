@@ -164,6 +164,7 @@ class RolloutSections(Settings):
                 "sampling.temperature = 0 always draws the same episode, so no group has a signal; set it "
                 "above 0 (an evaluation may use 0: evaluation.sampling)"
             )
+        self._check_support()
         if self.rollout.group_size < 2:
             raise ValueError(
                 f"rollout.group_size = {self.rollout.group_size} leaves nothing to compare an episode with; "
@@ -178,6 +179,19 @@ class RolloutSections(Settings):
             if twice:
                 raise ValueError(f"{key}: two are called {twice[0]!r}; give each a `name` of its own")
         return self
+
+    def _check_support(self) -> None:
+        """The trainer's probabilities are of all tokens; what is trained must be drawn from all, too."""
+        drawn, full = self.sampling, SamplingConfig()
+        for name in ("top_p", "top_k", "min_tokens"):
+            value, neutral = getattr(drawn, name), getattr(full, name)
+            if value != neutral:
+                raise ValueError(
+                    f"sampling.{name} = {value} draws from a part of the tokens, and the trainer computes "
+                    f"probabilities over all of them: every importance ratio would be wrong, also that of an "
+                    f"unchanged policy. Set it to {neutral:g}, or remove it; sampling.temperature is free, "
+                    f"and an evaluation may use it: evaluation.sampling.{name}"
+                )
 
 
 class OrchestratorConfig(RolloutSections):

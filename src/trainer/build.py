@@ -7,14 +7,13 @@ error.
 
 from __future__ import annotations
 
-import functools
 import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -32,22 +31,19 @@ from trainer.feed import Feed, open_dataset, open_stream
 from trainer.hooks.base import Hook
 from trainer.hooks.build import build_dataset_hooks, build_hooks
 from trainer.hooks.run_end import RunEndHook
+from trainer.learner import Learner, build_learner
 from trainer.loop import Loop
-from trainer.model.build import build_model, describe
+from trainer.model.build import describe
 from trainer.model.causal_lm import CausalLM
 from trainer.objective.base import Objective
 from trainer.objective.cross_entropy import CrossEntropy
 from trainer.objective.policy_gradient import PolicyGradient
 from trainer.objective.policy_loss import build_token_loss
-from trainer.optimizer.base import Optimizer
-from trainer.optimizer.factory import build_optimizer
 from trainer.optimizer.schedule import build_schedule
 from trainer.parallel.layout import LogicalTensor
-from trainer.parallel.mesh import build_mesh
 from trainer.parallel.process import Process
-from trainer.parallel.shard import shard_model
 from trainer.parallel.stop import Requests
-from trainer.parts import DataPart, ModelPart, SnapshotCompanion, StatePart, TrackerPart
+from trainer.parts import DataPart, SnapshotCompanion, StatePart, TrackerPart
 from trainer.publish.base import NoPublisher, Publisher
 from trainer.reporter import StepReporter
 from trainer.sinks import open_console, open_metrics
@@ -127,42 +123,24 @@ def build_run(
     )
     source = kind.feed.source
 
-    model = _build_model(config, process, files)
-    shape = describe(model)
-    engine, optimizer = _build_engine(config, process, model, kind.build_objective(model.vocab_size))
-    stack.push(_closing(optimizer))
-    _check_sizes(config, model, kind)
-
-    weights = ModelPart(model, optimizer)
-    parts = _list_parts(weights, optimizer, state, source, tracker)
+    learner = build_learner(config, process, files, kind.build_objective, stack)
+    _check_sizes(config, learner.model, kind)
+    parts = _list_parts(learner, state, source, tracker)
     checkpoint = stack.enter_context(
-        _open_checkpoint(config, process, folder, parts, kind.companions, model, optimizer)
+        _open_checkpoint(config, process, folder, parts, kind.companions, learner)
     )
     _resume(checkpoint, plan, folder, tracker)
+    shape = describe(learner.model)
     total_steps = config.max_steps or state.step + (source.steps_left or 0)
     peak = find_peak(config, process)
     metrics = stack.enter_context(open_metrics(config, process, folder, attempt, tracker, state))
     reporter = StepReporter(
         process, metrics, console, shape, peak, peak_lr=config.optimizer.lr, total_steps=total_steps
     )
-    publisher = kind.build_publisher(weights.tensors)
-    stack.callback(publisher.close)
-    before, after = kind.build_hooks(engine)
-    hooks = build_hooks(
-        config,
-        process,
-        folder,
-        files,
-        weights.tensors,
-        kind.tokenizer,
-        before_export=before,
-        after_export=after,
-    )
-    for hook in hooks:
-        stack.callback(hook.close)
+    publisher, hooks = _build_outlets(config, process, folder, files, kind, learner, stack)
     loop = Loop(
         process=process,
-        engine=engine,
+        engine=learner.engine,
         source=source,
         publisher=publisher,
         checkpoint=checkpoint,
@@ -225,6 +203,28 @@ def _open_kind(
     )
 
 
+def _build_outlets(
+    config: TrainConfig,
+    process: Process,
+    folder: RunFolder,
+    files: ModelSource,
+    kind: _Kind,
+    learner: Learner,
+    stack: ExitStack,
+) -> tuple[Publisher, Sequence[Hook]]:
+    """What is called beside the update, closed by `stack`."""
+    weights = learner.weights.tensors
+    publisher = kind.build_publisher(weights)
+    stack.callback(publisher.close)
+    before, after = kind.build_hooks(learner.engine)
+    hooks = build_hooks(
+        config, process, folder, files, weights, kind.tokenizer, before_export=before, after_export=after
+    )
+    for hook in hooks:
+        stack.callback(hook.close)
+    return publisher, hooks
+
+
 def _check_sizes(config: TrainConfig, model: CausalLM, kind: _Kind) -> None:
     num_tokens = len(kind.tokenizer)
     if num_tokens > model.vocab_size:
@@ -242,33 +242,15 @@ def _check_sizes(config: TrainConfig, model: CausalLM, kind: _Kind) -> None:
         )
 
 
-def _list_parts(
-    weights: ModelPart, optimizer: Part, state: TrainState, source: Source, tracker: TrackerPart
-) -> dict[str, Part]:
+def _list_parts(learner: Learner, state: TrainState, source: Source, tracker: TrackerPart) -> dict[str, Part]:
     return {
-        "model": weights,
-        "optimizer": optimizer,
+        "model": learner.weights,
+        "optimizer": learner.optimizer,
         "schedule": StatePart.schedule(state),
         "progress": StatePart.progress(state),
         "data": DataPart(source),
         "tracker": tracker,
     }
-
-
-def _closing(optimizer: Optimizer) -> Callable[[Any, BaseException | None, Any], None]:
-    """An exit callback that closes `optimizer`, and does not hide the error that ends the run behind its
-    own.
-    """
-
-    def close(kind: Any, error: BaseException | None, trace: Any) -> None:
-        try:
-            optimizer.close()
-        except Exception as own:
-            if error is None:
-                raise
-            logger.error("%s", own)
-
-    return close
 
 
 def _plan_resume(config: TrainConfig, process: Process, folder: RunFolder) -> ResumePlan | None:
@@ -287,8 +269,7 @@ def _open_checkpoint(
     folder: RunFolder,
     parts: Mapping[str, Part],
     companions: Mapping[str, Companion],
-    model: CausalLM,
-    optimizer: Optimizer,
+    learner: Learner,
 ) -> CheckpointManager:
     return CheckpointManager(
         config.ckpt,
@@ -297,9 +278,9 @@ def _open_checkpoint(
         parts,
         config.model_dump(mode="json"),
         companions=companions,
-        state_owners=[optimizer],
+        state_owners=[learner.optimizer],
         is_state_on_host=config.model.offload != "none",
-        model_buffers=model.run_state().keys() - model.run_parameters().keys(),
+        model_buffers=learner.model.run_state().keys() - learner.model.run_parameters().keys(),
     )
 
 
@@ -328,53 +309,6 @@ def _first_on_each_machine(process: Process, function: Callable[[], _T]) -> _T:
     if process.local_rank == 0:
         process.barrier()
     return result
-
-
-def _build_model(config: TrainConfig, process: Process, files: ModelSource) -> CausalLM:
-    device = process.device
-    compute_dtype = device.compute_dtype(config.model.compute_dtype)
-    if compute_dtype is torch.bfloat16 and device.kind == "cpu" and process.is_main:
-        logger.warning(
-            "model.compute_dtype = 'bfloat16' on a CPU: often over twenty times slower than float32"
-        )
-    shard = functools.partial(
-        shard_model,
-        mesh=build_mesh(process, config.deployment.dp_replicate),
-        compute_dtype=compute_dtype,
-        reduce_dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.reduce_dtype],
-        reshard_after_forward=config.model.reshard_after_forward,
-    )
-    return build_model(
-        config.model,
-        files,
-        device.torch_device,
-        shard,
-        seed=config.seed,
-        compute_dtype=compute_dtype,
-    )
-
-
-def _build_engine(
-    config: TrainConfig, process: Process, model: CausalLM, objective: Objective
-) -> tuple[Engine, Optimizer]:
-    optimizer = build_optimizer(
-        config.optimizer,
-        model.run_parameters(),
-        block_parameters=model.block_parameters(),
-        offload=config.model.offload,
-        chunk_bytes=int(config.offload.chunk_mib * 2**20),
-        process=process,
-    )
-    model.masters.clear()  # the optimizer has copied them
-    engine = Engine(
-        model,
-        optimizer,
-        objective,
-        process.device,
-        is_varlen=config.model.attention == "varlen",
-        max_grad_norm=config.optimizer.max_grad_norm,
-    )
-    return engine, optimizer
 
 
 def _schedule_steps(config: TrainConfig, state: TrainState, total_steps: int, plan: ResumePlan | None) -> int:

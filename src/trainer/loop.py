@@ -106,10 +106,12 @@ class Loop:
         first_step = self._state.step
         self._requests.arm()
         decision = self._decide()
-        if not decision.ending and first_step < self._total_steps:
-            # First of all, so that who samples from the policy can begin meanwhile.
+        if not decision.ending:
+            # First of all, so that who samples from the policy can begin meanwhile. Also of a run whose steps
+            # are all done: its end may be missing, which comes after the last version is served.
             self._report(self._publisher.publish(first_step))
-            self._run_hooks("before_training")
+            if first_step < self._total_steps:
+                self._run_hooks("before_training")
             decision = self._decide()
         while not decision.ending and self._state.step < self._total_steps:
             batch, decision = self._next_batch()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.environment import Environment, Message
+from orchestrator.environment.builtin.sort_letters import SortLetters
 
 _RETURNED = {"nan": float("nan"), "inf": float("inf"), "text": "1.0", "none": None, "keys": {"a": 1.0}}
 
@@ -67,6 +69,27 @@ class Counting(Echo):
 
     def reward(self, task: Mapping[str, Any], messages: list[Message], state: dict[str, Any]) -> Any:
         return {"reward": 0.5, "turns": state["turns"]}
+
+
+class Rounds(SortLetters):
+    """Three turns, each with letters to sort; between them tool results and questions. What a turn says never
+    ends it. The reward is the mean of what `sort-letters` gives each turn.
+    """
+
+    max_turns = 3
+
+    def respond(
+        self, task: Mapping[str, Any], messages: list[Message], state: dict[str, Any]
+    ) -> list[Message]:
+        state["rewards"] = [*state.get("rewards", []), self._reward(task, messages)]
+        return [{"role": "tool", "content": f"{state['rewards'][-1]:.3f}"}, *self.start(task)]
+
+    def reward(self, task: Mapping[str, Any], messages: list[Message], state: dict[str, Any]) -> Any:
+        rewards = [*state.get("rewards", []), self._reward(task, messages)]
+        return {"reward": sum(rewards) / len(rewards), "turns": len(rewards)}
+
+    def _reward(self, task: Mapping[str, Any], messages: list[Message]) -> float:
+        return super().reward(task, messages, {})["reward"]
 
 
 class Naughty(Echo):
@@ -147,6 +170,13 @@ class StartsOnce(Echo):
 
     def reward(self, task: Mapping[str, Any], messages: list[Message], state: dict[str, Any]) -> Any:
         os._exit(8)
+
+
+class Lottery(Echo):
+    """Each episode has another reward, so that every group has a signal."""
+
+    def reward(self, task: Mapping[str, Any], messages: list[Message], state: dict[str, Any]) -> Any:
+        return random.random()
 
 
 class BadStart(Echo):

@@ -28,8 +28,10 @@ Behaviour = Literal[
     "hangs midway",
     "lies",
     "babbles",
+    "forgets",
 ]
-"""What a server does with an update; `midway` is after its second tensor."""
+"""What a server does with an update; `midway` is after its second tensor; `forgets` loads it as a server does
+that was started again."""
 KEY = "secret"
 
 
@@ -94,6 +96,8 @@ def _take(state: _State, body: bytes) -> tuple[int, bytes]:
         return 409, encode(ErrorInfo("not today"))
     if state.behaviour == "babbles":
         return 502, b"<html>bad gateway</html>"
+    if state.behaviour == "forgets":
+        state.receiver.close()
     _misbehave(state, "")
     staged: dict[str, Any] = {}
     try:

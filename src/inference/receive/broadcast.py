@@ -26,6 +26,7 @@ from contract.broadcast import (
     go_key,
     here_key,
     own_address,
+    reason_of,
     view,
 )
 from contract.errors import PublishError
@@ -95,7 +96,7 @@ class BroadcastReceiver:
                 raise
             raise PublishError(
                 f"the trainer at {update.host}:{update.port} cannot be joined for the broadcast of version "
-                f"{update.version} ({_first_line(error)}); set publish.host to an address of the trainer's "
+                f"{update.version} ({reason_of(error)}); set publish.host to an address of the trainer's "
                 f"machine that this one can reach"
             ) from error
         return self._group
@@ -125,7 +126,7 @@ class BroadcastReceiver:
                 raise PublishError(
                     f"the broadcast of version {update.version} broke at bucket {number} of {len(buckets)}: "
                     f"the trainer ended or did not send within {update.timeout_seconds:.0f} s "
-                    f"({_first_line(error)})"
+                    f"({reason_of(error)})"
                 ) from error
             for slot in bucket.slots:
                 yield slot.tensor.name, view(flat, slot)
@@ -162,7 +163,3 @@ def _check(update: BroadcastUpdate) -> None:
         wrong = f"buckets of {update.bucket_bytes} bytes within {update.timeout_seconds} s"
     if wrong is not None:
         raise PublishError(f"the broadcast of version {update.version} announces {wrong}; it is refused")
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
 
 from contract.errors import CheckpointError
 from contract.record import FORMAT_VERSION, CommitRecord, FileRecord, digest_config
@@ -48,7 +49,8 @@ class SaveReport:
     """A committed step; the same on all ranks, but for the seconds.
 
     Attributes:
-        num_bytes: over all ranks.
+        num_bytes: of the files of tensors, over all ranks. Without DCP's list of them, whose length depends
+            on which thread wrote what.
         write_seconds: from the first file to the commit.
         committed: this and the run's other steps that the storage holds now, ascending; None if it could not
             be asked.
@@ -111,7 +113,8 @@ def write_snapshot(
         raise CheckpointError(
             f"{error} (it needs {format_bytes(needed)} in {storage.describe()}{room})"
         ) from error
-    return SaveReport(snapshot.step, record.num_bytes, time.perf_counter() - start, committed)
+    num_bytes = sum(file.size for name, file in record.files.items() if name.endswith(DEFAULT_SUFFIX))
+    return SaveReport(snapshot.step, num_bytes, time.perf_counter() - start, committed)
 
 
 def bytes_needed(tensors: Mapping[str, LogicalTensor]) -> int:

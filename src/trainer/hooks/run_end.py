@@ -18,19 +18,14 @@ logger = logging.getLogger(__name__)
 class RunEndHook(BaseHook):
     """After the last step waits until the orchestrator ends the run, and reports the metrics of that.
 
-    A run that was complete already has no orchestrator that would end it.
+    Also of a run whose steps were all done when it began: an attempt that died between its last save and the
+    end leaves that to the next one.
     """
 
     def __init__(self, source: StreamSource, process: Process, requests: Requests) -> None:
         self._source = source
         self._process = process
         self._requests = requests
-        self._has_trained = False
-
-    def after_step(self, state: TrainState) -> Mapping[str, float]:
-        """See `Hook`."""
-        self._has_trained = True
-        return {}
 
     def finish(self, state: TrainState) -> Mapping[str, float]:
         """See `Hook`.
@@ -38,8 +33,6 @@ class RunEndHook(BaseHook):
         Raises:
             ChannelError: the message does not come in time, or is not the one that is due.
         """
-        if not self._has_trained and self._source.end is None:
-            return {}
         while (end := self._source.next_end()) is PENDING:
             if self._requests.agree(self._process):
                 if self._process.is_main:

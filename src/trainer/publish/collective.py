@@ -16,7 +16,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from contract.broadcast import CPU, Backend, Bucket, Go, Group, Here, go_key, here_key
+from contract.broadcast import CPU, Backend, Bucket, Go, Group, Here, go_key, here_key, reason_of
 from contract.errors import ConfigError, PublishError
 from contract.policy import BroadcastUpdate
 from contract.sections import CollectivePublishConfig
@@ -193,10 +193,9 @@ class BroadcastSink:
             self._calls.raise_failed(_PATIENCE_SECONDS)
         except PublishError as told:
             return told
-        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         return PublishError(
-            f"a policy server left or did not keep up ({what} of the broadcast: {first_line}); it stays on "
-            f"the version before; its log (logs/latest/inference.log) says more; raise "
+            f"a policy server left or did not keep up ({what} of the broadcast: {reason_of(error)}); it "
+            f"stays on the version before; its log (logs/latest/inference.log) says more; raise "
             f"publish.timeout_seconds if it was slow"
         )
 

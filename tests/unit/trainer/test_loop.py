@@ -79,8 +79,9 @@ def test_a_complete_run_that_is_resumed_trains_and_saves_nothing(step: int) -> N
     rig = Rig([batch()] * 9, total_steps=4, state=TrainState(step=step, schedule_step=step))
     outcome = rig.loop.fit()
     assert (outcome, rig.state.step, rig.checkpoint.saved) == (Outcome(0), step, [])
-    assert "a.before_training" not in rig.log and "next_step" not in rig.log and "publish" not in rig.log
-    assert "a.finish" in rig.log  # an export that the last attempt did not come to
+    assert "a.before_training" not in rig.log and "next_step" not in rig.log
+    # The end that the last attempt did not come to: an export, an evaluation of the last version.
+    assert rig.publisher.versions == [step] and "a.finish" in rig.log
 
 
 def test_a_resumed_run_goes_on_with_counters_and_schedule() -> None:

@@ -50,6 +50,20 @@ def test_an_end_that_lost_the_group_gets_a_new_one_together_with_all_others(proc
             assert all(torch.equal(state["tensors"][name], tensor) for name, tensor in TENSORS.items())
 
 
+def test_a_server_that_was_started_again_joins_a_new_group_with_the_others(process: Process) -> None:
+    with weight_server() as first, weight_server() as second:
+        publisher = publisher_to([first.address, second.address], process)
+        publisher.publish(1)
+        first.behave("forgets")
+        publisher.publish(2)
+        first.behave("loads")
+        publisher.publish(3)
+        publisher.close()
+        for server in (first, second):
+            state = server.state()
+            assert (state["version"], state["group_numbers"]) == (3, [1, 2, 2])
+
+
 def test_nccl_is_refused_where_an_end_has_no_gpu(process: Process) -> None:
     with weight_server() as server:
         publisher = publisher_to([server.address], process, backend="nccl")
