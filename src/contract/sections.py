@@ -126,11 +126,24 @@ class SamplingConfig(Settings):
         "the most likely token, which only an evaluation can.",
     )
     top_p: float = Field(
-        default=1.0, gt=0, le=1, description="Draw from the most likely tokens that hold this probability."
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Draw from the most likely tokens that hold this probability; below 1 only in an "
+        "evaluation, as the trainer's probabilities are of all tokens.",
     )
-    top_k: int = Field(default=0, ge=0, description="Draw from this many most likely tokens; 0 is all.")
+    top_k: int = Field(
+        default=0,
+        ge=0,
+        description="Draw from this many most likely tokens; 0 is all. Above 0 only in an evaluation.",
+    )
     max_tokens: int = Field(default=256, ge=1, description="Longest turn of the policy, in tokens.")
-    min_tokens: int = Field(default=0, ge=0, description="Tokens of a turn before it may end.")
+    min_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="Tokens of a turn before it may end (end tokens are not drawn before). Above 0 only in "
+        "an evaluation.",
+    )
     stop: list[str] = Field(default=[], description="Texts at which a turn ends.")
 
     @model_validator(mode="after")

@@ -21,7 +21,9 @@ class EmbeddedEngineConfig(Settings):
         description="Sequences drawn at a time; more wait. The key-value cache holds so many.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto", description="Type of weights and computation; auto: bfloat16 on CUDA, else float32."
+        default="auto",
+        description="Type of weights and computation; auto: model.compute_dtype where a run sets it, else "
+        "bfloat16 on CUDA and float32 elsewhere.",
     )
 
 
@@ -81,7 +83,11 @@ class InferenceConfig(ServerSection):
     """A policy server on its own."""
 
     model: ModelFilesConfig = Field(description="The model.")
-    run_id: str = Field(default="", description="Run that the server belongs to; empty is none.")
+    run_id: str = Field(
+        default="",
+        description="Run that the server belongs to: its version is -1 until the run's trainer has given it "
+        "weights. Empty is none: the model as loaded is version 0.",
+    )
     log_file: PathSetting | None = Field(
         default=None, description="File that takes the log beside the console; None is none."
     )

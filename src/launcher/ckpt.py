@@ -285,12 +285,17 @@ def _checkpoints(path: Folder) -> Folder:
 
 def _store_of_run(path: Path) -> StoreFolder | None:
     """Where the run in the folder `path` keeps its checkpoints, by its own configuration; None if there."""
-    try:
-        config = tomllib.loads((path / "config" / "sft.toml").read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
+    config = None
+    for name in ("sft.toml", "trainer.toml"):  # of either kind of run
+        file = path / "config" / name
+        try:
+            config = tomllib.loads(file.read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except ValueError as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if config is None:
         return None
-    except ValueError as error:
-        raise CheckpointError(f"{path / 'config' / 'sft.toml'} cannot be read: {error}") from error
     section = config.get("ckpt", NONE)
     url = NONE if section == NONE else section.get("url", NONE)
     return None if url == NONE else RunFolder.of_run(path.parent, config["run_name"], url).store

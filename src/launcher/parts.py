@@ -25,6 +25,7 @@ from contract.settings.dump import to_toml
 from contract.settings.load import load_file, load_settings
 from inference.config import InferenceConfig
 from launcher import folder as run_folder
+from launcher import store
 from launcher.alive import send
 from launcher.devices import count_gpus, default_processes
 from launcher.prepare import check_model_and_store, note
@@ -81,7 +82,9 @@ def _train(config: RLTrainConfig) -> int:
     with run_folder.lock(folder) as held:
         control.clear(folder)
         check_model_and_store(config)
+        store.check_usable(folder, resume=config.resume is not None, clean=config.clean)
         if config.clean:
+            store.clean_steps(folder)
             run_folder.clean_run(folder)
         folder.paused.unlink(missing_ok=True)
         path, attempt = _enter(config, folder, TRAINER)

@@ -127,10 +127,7 @@ def _start(config: RLConfig, folder: RunFolder, held: int) -> int:
             part = part.model_copy(update={"log_file": attempt / "inference_debug.log"})
         text = to_toml(part, header="What this attempt was started with.")
         (attempt / f"{name}.toml").write_text(text, encoding="utf-8")
-    if config.key is not None:
-        # It guards the policy server from other users of this machine, too.
-        for path in (*folder.config.glob("*.toml"), *attempt.glob("*.toml")):
-            path.chmod(0o600)
+    _guard_key(config, folder.config, attempt)
     view = View(attempt, folder.metrics, live=config.log.live)
     return Supervisor(_spec(plan, folder, attempt), view, keep_open=(held,)).run()
 
@@ -153,6 +150,13 @@ def _part_text(part: Settings, name: str) -> str:
         update={key: value for key, value in (("clean", False), ("resume", None)) if hasattr(part, key)}
     )
     return to_toml(part, header=f"The share of this process; run it alone with `{name} @ THIS_FILE`.")
+
+
+def _guard_key(config: RLConfig, *folders: Path) -> None:
+    """The API key guards the policy server from other users of this machine, too."""
+    if config.key is not None:
+        for path in (path for folder in folders for path in folder.glob("*.toml")):
+            path.chmod(0o600)
 
 
 def _spec(plan: Plan, folder: RunFolder, attempt: Path) -> RunSpec:
@@ -206,6 +210,7 @@ def _dry_run(config: RLConfig, folder: RunFolder) -> int:
     path = run_folder.write_config(folder, resolved(config, "rl"), f"{name}rl.toml")
     for part, settings in plan.parts("", None).items():
         run_folder.write_config(folder, _part_text(settings, part), f"{name}{part}.toml")
+    _guard_key(config, folder.config)
     print(f"the configuration is valid; resolved: {path}, and one file of each part beside it")
     for line in _describe(plan, start):
         print(f"  {line}")

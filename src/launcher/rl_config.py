@@ -112,10 +112,14 @@ class RLConfig(RolloutSections, RLTrainConfig):
 
     def policy_server(self, port: int, run_id: str) -> InferenceConfig:
         """The policy server's share."""
-        section = dict(self.inference)
+        engine = self.inference.engine
+        if engine.dtype == "auto" and self.model.compute_dtype != "auto":
+            # Of another type it would give tokens other probabilities than the trainer does.
+            engine = engine.model_copy(update={"dtype": self.model.compute_dtype})
         return InferenceConfig(
             **{
-                **section,
+                **dict(self.inference),
+                "engine": engine,
                 "model": self._model_files(),
                 "port": port,
                 "max_len": self.inference.max_len or self.seq_len,

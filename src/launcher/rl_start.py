@@ -40,12 +40,13 @@ class Start:
         return str(self.checkpoint)
 
     def fixed(self, config: RLConfig) -> RLConfig:
-        """`config` with this step in `resume`, so that no part chooses another one."""
+        """`config` with this checkpoint in `resume`, so that no part chooses another one."""
         if config.resume is None:
             return config
         if self.checkpoint is None:
             return config.model_copy(update={"resume": None})
-        update = {"step": self.step} if config.resume.dir is None else {"dir": str(self.checkpoint)}
+        # By its folder: where steps are counted anew, the number of the checkpoint is not that of the start.
+        update = {"step": None, "dir": str(self.checkpoint)}
         return config.model_copy(update={"resume": config.resume.model_copy(update=update)})
 
 

@@ -100,7 +100,7 @@ async def build_pipeline(config: OrchestratorConfig, lag: LoopLag, stack: AsyncE
 def build_progress(
     config: OrchestratorConfig, sources: Sequence[TaskSource]
 ) -> tuple[Progress, Snapshot | None]:
-    """Where the run stands among its tasks, and the snapshot that says so (None at a new run).
+    """Where the run stands among its tasks, and the snapshot that says so (None before the first batch).
 
     Raises:
         CheckpointError: the checkpoint holds no such snapshot.
@@ -116,6 +116,8 @@ def build_progress(
         return Progress(plan, group_size), None
     checkpoint = parse_folder(config.resume_dir)
     snapshot = load_snapshot(checkpoint / _COMPONENT, plan.identity(group_size))
+    if snapshot is None:
+        return Progress(plan, group_size), None
     return Progress(Plan(planned, config.seed, snapshot.counts), group_size, snapshot.outstanding), snapshot
 
 

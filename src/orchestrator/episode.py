@@ -23,6 +23,9 @@ from orchestrator.environment.base import Message
 from orchestrator.environment.failure import EpisodeFailed
 from orchestrator.tokens import TurnRenderer
 
+_MOST_DRAWS = 8
+"""Of one turn, which a weight update ends where the policy server's `pause_mode` is `abort`."""
+
 EpisodeEnd = Literal["stop", "length", "context", "turns"]
 """Why an episode ended: the policy's last turn ended and the environment added nothing; a turn was cut at its
 most tokens; the next turn had no room in `seq_len`; the environment's most turns were reached."""
@@ -247,9 +250,18 @@ class EpisodeRunner:
             stop=config.stop,
             seed=_seed_of_turn(seed, turn),
         )
-        response = await self._client.generate(prompt, sampling, f"{self._name}-{next(self._numbers)}")
+        response = await self._generate(prompt, sampling)
+        num_draws = 1
+        while response.finish_reason == "abort" and num_draws < _MOST_DRAWS:
+            # Anew with the same seed: with another one, long turns, which are the ones that an update meets,
+            # would give way to short ones.
+            response = await self._generate(prompt, sampling)
+            num_draws += 1
         _check_response(response, max_tokens)
         return response
+
+    async def _generate(self, prompt: list[int], sampling: Sampling) -> GenerateResponse:
+        return await self._client.generate(prompt, sampling, f"{self._name}-{next(self._numbers)}")
 
 
 def _seed_of_turn(seed: int, turn: int) -> int:
@@ -262,7 +274,7 @@ def _check_response(response: GenerateResponse, max_tokens: int) -> None:
     num_tokens = len(response.tokens)
     fault = None
     if response.finish_reason == "abort":
-        fault = f"it ended the draw after {num_tokens} tokens (abort)"
+        fault = f"it ended the draw after {num_tokens} tokens (abort), {_MOST_DRAWS} times over"
     elif num_tokens == 0:
         fault = "it returned no token ids"
     elif len(response.logprobs) != num_tokens or len(response.versions) != num_tokens:

@@ -39,8 +39,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     baseline: dict[str, float]
 
 
-def load_snapshot(folder: Folder, identity: dict[str, Any]) -> Snapshot:
-    """Read the snapshot in a checkpoint.
+def load_snapshot(folder: Folder, identity: dict[str, Any]) -> Snapshot | None:
+    """Read the snapshot in a checkpoint; None from one that was saved before the first batch came.
 
     Args:
         folder: the orchestrator's part of the checkpoint.
@@ -52,7 +52,7 @@ def load_snapshot(folder: Folder, identity: dict[str, Any]) -> Snapshot:
     """
     path = folder / SNAPSHOT_NAME
     try:
-        snapshot = msgspec.json.decode(read_bytes(folder, SNAPSHOT_NAME), type=Snapshot)
+        snapshot = msgspec.json.decode(read_bytes(folder, SNAPSHOT_NAME), type=Snapshot | None)
     except OSError as error:
         raise CheckpointError(
             f"cannot read the orchestrator's state {path}: {error.strerror}; resume from a checkpoint of an "
@@ -60,6 +60,8 @@ def load_snapshot(folder: Folder, identity: dict[str, Any]) -> Snapshot:
         ) from error
     except msgspec.DecodeError as error:
         raise CheckpointError(f"{path} is no state of an orchestrator: {error}") from error
+    if snapshot is None:
+        return None
     if snapshot.format_version != _FORMAT_VERSION:
         raise CheckpointError(
             f"{path} has format version {snapshot.format_version}, this Tailrace reads {_FORMAT_VERSION}"

@@ -44,7 +44,7 @@ def open_metrics(
             group=config.wandb.group,
             tags=config.wandb.tags,
             offline=config.wandb.offline,
-            config=config.model_dump(mode="json"),
+            config=config.model_dump(mode="json", exclude={"server_key"}),
         )
         tracker.ids["wandb"] = sink.run_id
         sinks.append(sink)

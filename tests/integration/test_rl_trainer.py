@@ -123,7 +123,8 @@ def test_a_trainer_serves_every_version_pauses_and_goes_on_to_the_end_of_the_run
 
         folder, attempt = write_run(tmp_path, server.address, resume={})
         assert asyncio.run(feed(folder, start(attempt), attempt, [end_message(5)])) == 0
-        assert "the run was complete already" in (attempt / "rank_0.log").read_text()
+        log = " ".join((attempt / "rank_0.log").read_text().split())  # lines may be folded
+        assert "the run was complete already" in log
         # The orchestrator may have the end of the run still before it, which needs the last version.
         assert server.state()["version"] == 4 and server.state()["num_updates"] == 7
 
@@ -138,7 +139,7 @@ def test_a_trainer_serves_every_version_pauses_and_goes_on_to_the_end_of_the_run
         (1, 0.125), (2, 0.25), (3, 0.375), (4, 0.5)
     ]  # fmt: skip
     assert all({"entropy", "mismatch_kl", "tokens/rl", "time/publish"} <= record.keys() for record in steps)
-    assert [record["step"] for record in records if "eval/words/mean" in record] == [4]
+    assert [record["step"] for record in records if "eval/words/mean" in record] == [4, 4]
     assert (folder.weights / "step_4" / "model.safetensors").is_file()
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -90,6 +91,27 @@ class Rounds(SortLetters):
 
     def _reward(self, task: Mapping[str, Any], messages: list[Message]) -> float:
         return super().reward(task, messages, {})["reward"]
+
+
+class Checksum(Echo):
+    """A reward by the checksum of what the policy said, so that no two episodes have the same.
+
+    Args:
+        num_turns: what a turn says never ends an episode before these.
+    """
+
+    def __init__(self, num_turns: int = 1) -> None:
+        super().__init__()
+        self.max_turns = num_turns
+
+    def respond(
+        self, task: Mapping[str, Any], messages: list[Message], state: dict[str, Any]
+    ) -> list[Message]:
+        return [{"role": "user", "content": "Again."}]
+
+    def reward(self, task: Mapping[str, Any], messages: list[Message], state: dict[str, Any]) -> Any:
+        said = [message["content"] for message in messages if message["role"] == "assistant"]
+        return zlib.crc32(" ".join(said).encode()) / 2**32
 
 
 class Naughty(Echo):

@@ -11,7 +11,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -24,11 +26,11 @@ from typing import Any, Literal
 import numpy as np
 import psutil
 
-from contract.attempt import read_pid
+from contract.attempt import Member, read_pid
 from contract.commit import scan
 from contract.layout import RunFolder
 from telemetry.metrics import read_metrics
-from tests.support.runs import POLL_SECONDS, Command, run_environment, wait_until
+from tests.support.runs import Command, run_environment
 
 Part = Literal["trainer", "orchestrator", "inference", "worker"]
 Moment = Literal["start", "steps", "end"]
@@ -36,23 +38,31 @@ Moment = Literal["start", "steps", "end"]
 PARTS: tuple[Part, ...] = ("trainer", "orchestrator", "inference", "worker")
 MOMENTS: tuple[Moment, ...] = ("start", "steps", "steps", "steps", "end")
 """As often as they are drawn; most of the time of a run is spent in its steps."""
+_MEMBERS: dict[Part, Member] = {
+    "trainer": 0,
+    "orchestrator": "orchestrator",
+    "inference": "inference",
+    "worker": "orchestrator",
+}
+"""Whose process it is, or that of its parent."""
 TITLES = {"inference": "policy server"}
 
 KEEP_LAST = 2
 GROUPS_PER_BATCH = 4
 GROUP_SIZE = 3
+MAX_AGE = 4
 _ROOT = Path(__file__).parents[2]
 _CONFIG = _ROOT / "configs" / "debug" / "rl.toml"
+_WORKER = "orchestrator.environment.worker"
 _SECONDS = 300.0
-_START_SECONDS = 6.0
-"""About what a part needs from its begin to its first step."""
-_STEPS_SECONDS = 1.5
-_END_SECONDS = 1.0
+_POLL_SECONDS = 0.02
+# About what a part needs from its begin to the first step, some steps, and the end.
+_SPAN_SECONDS: dict[Moment, float] = {"start": 6.0, "steps": 1.5, "end": 1.0}
 _SAME_WEIGHTS = 1e-6
 """Highest `mismatch_kl` between the trainer and a policy server with the same weights, in float32."""
 
-# No group of the first source lacks a signal; of the second some do, and are dropped. Few tasks, so that a run
-# takes all of them several times.
+# No group of the first source lacks a signal; of the second some do, and are dropped. Few tasks, so that a
+# run takes all of them several times.
 SOURCES: list[dict[str, Any]] = [
     {
         "name": "lottery",
@@ -79,7 +89,7 @@ class Kill:
         step: updates that were done.
         committed: the latest checkpoint when the run had ended.
         was_writing: whether it left a checkpoint that is cut off.
-        code: exit code of the command; None of one that went on.
+        code: exit code of the command.
     """
 
     part: Part
@@ -87,12 +97,14 @@ class Kill:
     step: int
     committed: int
     was_writing: bool
-    code: int | None
+    code: int
 
     def __str__(self) -> str:
-        cut = ", a checkpoint cut off" if self.was_writing else ""
-        code = "went on" if self.code is None else f"exit code {self.code}"
-        return f"{self.part:12} {self.moment:5} step {self.step:3}, {code}, goes on from {self.committed}{cut}"
+        cut = ", a checkpoint was cut off" if self.was_writing else ""
+        return (
+            f"{self.part:12} {self.moment:5} after step {self.step:3}: exit code {self.code:3}, "
+            f"committed {self.committed:3}{cut}"
+        )
 
 
 def planned(sources: list[dict[str, Any]], seed: int, count: int) -> list[tuple[str, int]]:
@@ -141,41 +153,49 @@ class KilledRun:
         for command in self._commands:
             command.kill_all()
 
-    def kill(self, part: Part, moment: Moment) -> Kill | None:
-        """Start the run or go on with it, and kill `part` at a random instant of `moment`; None if the run was
-        complete before.
+    def kill(self, part: Part, moment: Moment, most: int = 1) -> list[Kill]:
+        """Start the run or go on with it, and kill `part` at a random instant of `moment`; empty if the run
+        was complete before.
+
+        Args:
+            most: of workers, which the run goes on without, so many are killed one after the other.
         """
-        command = self._start()
-        self._await_moment(command, part, moment)
-        step = self._steps_done()
-        is_hit = self._kill(part)
-        if part == "worker" and is_hit and moment != "start":
-            return self._go_on_without(command, moment, step)
-        code = self._await_end(command)
-        if not is_hit:
-            assert code == 0 and self.is_complete, command.output
-            return None
+        command, attempt = self._start(), max(self._begun)
+        if not self._await_moment(command, part, moment):
+            self._await_end(command, {0})
+            return []
+        steps: list[int] = []
+        killed_at = 0.0
+        while len(steps) < (most if part == "worker" else 1):
+            self._sleep(command, self._drawn.uniform(0.0, _SPAN_SECONDS[moment]))
+            step = self._steps_done()
+            if not self._kill(part, attempt, killed_at):
+                assert step == self._num_steps, f"no process of {part} after step {step}"
+                break
+            steps.append(step)
+            killed_at = time.time()
+        codes = {137}
         if part == "worker":
             # The first start of an environment is tried once: one that cannot start ends the run.
-            assert code in (0, 1), command.output
-        elif not (code == 0 and self.is_complete):
-            assert code == 137, command.output
+            codes = {0, 1} if moment == "start" else {0}
+        code = self._await_end(command, codes if steps else {0})
+        if code == 137:
             assert f"the {TITLES.get(part, part)} ended first, with exit code 137" in command.output
-        assert self._committed >= step - 1, (self._committed, step)
+        if part == "worker" and moment == "steps":
+            self._check_replaced(attempt, sum(step < self._num_steps - 1 for step in steps))
+        assert self._committed >= max(steps, default=0) - 1
         was_writing = any(entry.state == "uncommitted" for entry in scan(self.folder.checkpoints))
-        return Kill(part, moment, step, self._committed, was_writing, code)
+        return [Kill(part, moment, step, self._committed, was_writing, code) for step in steps]
 
     def finish(self) -> None:
         """Go on with the run to its end, also if it was complete."""
-        command = self._start()
-        code = self._await_end(command)
-        assert code == 0 and self.is_complete, command.output
+        self._await_end(self._start(), {0})
 
     def check(self) -> None:
         """Compare the completed run with the plan."""
         entries = {entry.step: entry.state for entry in scan(self.folder.checkpoints)}
         steps = [*range(1, self._num_steps + 1)]
-        # A kill between a commit and the deletion that follows it leaves one more.
+        # One more, where it was to be deleted when a kill came.
         assert {*steps[-KEEP_LAST:]} <= entries.keys() and len(entries) <= KEEP_LAST + 1, entries
         assert {*entries.values()} == {"committed"}, entries
         names = {path.name for path in self.folder.rollouts.iterdir()}
@@ -184,9 +204,8 @@ class KilledRun:
         assert names == expected, names ^ expected
         records = {record["step"]: record for record in read_metrics(self.folder.metrics)}
         assert [step for step, record in records.items() if "loss" in record] == steps
-        assert "eval/letters/mean" not in records  # the held-out source has its own name
         self._check_tasks(records)
-        self._check_versions(records)
+        self._check_versions()
 
     # -- one attempt
 
@@ -194,11 +213,6 @@ class KilledRun:
         attempts = self._attempts()
         self._begun[attempts + 1] = self._committed
         flags = ["--resume"] if attempts else []
-        rollout = {
-            "group_size": GROUP_SIZE,
-            "groups_per_batch": GROUPS_PER_BATCH,
-            "max_lead": self._max_lead,
-        }
         options: dict[str, Any] = {
             "output-dir": self._root,
             "run-name": self.folder.root.name,
@@ -207,10 +221,12 @@ class KilledRun:
             "sources": json.dumps(SOURCES),
             "evaluation.sources": json.dumps(_HELD_OUT),
             "evaluation.num-tasks": 4,
-            "rollout.max-off-policy-steps": 4,
+            "rollout.group-size": GROUP_SIZE,
+            "rollout.groups-per-batch": GROUPS_PER_BATCH,
+            "rollout.max-lead": self._max_lead,
+            "rollout.max-off-policy-steps": MAX_AGE,
             "ckpt.interval": 1,
             "ckpt.keep-last": KEEP_LAST,
-            **{f"rollout.{name.replace('_', '-')}": value for name, value in rollout.items()},
         }
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         command = Command(
@@ -221,71 +237,84 @@ class KilledRun:
         self._commands.append(command)
         return command
 
-    def _await_moment(self, command: Command, part: Part, moment: Moment) -> None:
-        """Wait until the random instant, or the end of the run."""
+    def _await_moment(self, command: Command, part: Part, moment: Moment) -> bool:
+        """Wait for the moment; False if the run has ended before."""
         attempt = max(self._begun)
 
-        def is_ready() -> bool:
-            if command.process.poll() is not None:
-                return True
+        def is_there() -> bool:
             if moment == "start":
                 return self._pids(part, attempt) != []
             first = self._first_step(attempt)
             return first is not None and (moment == "steps" or self._steps_done() >= self._num_steps)
 
-        wait_until(is_ready, f"{moment} of {part}; it printed: {command.output}", seconds=_SECONDS)
-        longest = {"start": _START_SECONDS, "steps": _STEPS_SECONDS, "end": _END_SECONDS}[moment]
-        deadline = time.monotonic() + self._drawn.uniform(0.0, longest)
-        while time.monotonic() < deadline and command.process.poll() is None:
-            time.sleep(POLL_SECONDS)
+        deadline = time.monotonic() + _SECONDS
+        while not is_there():
+            if command.process.poll() is not None:
+                return False
+            assert time.monotonic() < deadline, f"{moment} of {part} did not come:\n{command.output}"
+            time.sleep(_POLL_SECONDS)
+        return True
 
-    def _kill(self, part: Part) -> bool:
-        """Whether there was a process to kill."""
-        pids = self._pids(part, max(self._begun))
-        if not pids:
-            return False
-        with suppress(ProcessLookupError):
-            os.kill(self._drawn.choice(pids), signal.SIGKILL)
-            return True
+    def _sleep(self, command: Command, seconds: float) -> None:
+        """Not beyond the end of the command."""
+        with suppress(subprocess.TimeoutExpired):
+            command.process.wait(seconds)
+
+    def _kill(self, part: Part, attempt: int, killed_at: float) -> bool:
+        """Kill a process of this part; False if there is none.
+
+        Args:
+            killed_at: time of the last kill. Workers that were started after it come last: a worker whose
+                start fails again and again is given up.
+        """
+        pids = self._pids(part, attempt)
+        with suppress(psutil.Error):
+            older = [pid for pid in pids if psutil.Process(pid).create_time() < killed_at]
+            if pids:
+                os.kill(self._drawn.choice(older or pids), signal.SIGKILL)
+                return True
         return False
 
     def _pids(self, part: Part, attempt: int) -> list[int]:
         """Living processes of a part of this attempt."""
-        pid = read_pid(
-            self.folder.logs / f"attempt_{attempt}", "orchestrator" if part == "worker" else part
-        )
+        pid = read_pid(self.folder.logs / f"attempt_{attempt}", _MEMBERS[part])
+        if pid is None:
+            return []
         with suppress(psutil.Error):
-            process = None if pid is None else psutil.Process(pid)
-            if process is None or process.status() == psutil.STATUS_ZOMBIE:
-                return []
-            if part != "worker":
-                return [process.pid]
-            return [
-                child.pid
-                for child in process.children()
-                if "orchestrator.environment.worker" in child.cmdline()
-            ]
+            process = psutil.Process(pid)
+            found = [process]
+            if part == "worker":
+                found = [child for child in process.children() if _WORKER in child.cmdline()]
+            return [one.pid for one in found if one.status() != psutil.STATUS_ZOMBIE]
         return []
 
-    def _await_end(self, command: Command) -> int:
-        """Wait for the end of the command; fails if a process outlives it. Then see where the run stands."""
+    def _await_end(self, command: Command, codes: set[int]) -> int:
+        """Wait for the end of the command; fails if a process outlives it. Then see where the run stands.
+
+        Args:
+            codes: exit codes that are right. 0 always is, if the run is complete: a kill may come when a part
+                has done all it had to.
+        """
         code = command.wait(_SECONDS).code
         states = {entry.step: entry.state for entry in scan(self.folder.checkpoints)}
         committed = [step for step, state in states.items() if state == "committed"]
         latest = max(committed, default=0)
         assert latest >= self._committed, (latest, self._committed)
+        # A kill between a commit and the deletion that follows it leaves one more.
         assert min(KEEP_LAST, latest) <= len(committed) <= KEEP_LAST + 1, states
         first = self._first_step(max(self._begun))
         assert first in (None, self._committed + 1), (first, self._committed)
         self._committed = latest
         self.is_complete = code == 0 and latest == self._num_steps
+        assert code in codes - {0} or self.is_complete, f"exit code {code}, step {latest}:\n{command.output}"
         return code
 
-    def _go_on_without(self, command: Command, moment: Moment, step: int) -> Kill:
-        """A worker was killed: the run goes on by itself, and says so."""
-        code = self._await_end(command)
-        assert code == 0 and self.is_complete, command.output
-        return Kill("worker", moment, step, self._committed, False, None)
+    def _check_replaced(self, attempt: int, count: int) -> None:
+        """The orchestrator has told of `count` workers, or more."""
+        log = (self.folder.logs / f"attempt_{attempt}" / "orchestrator.log").read_text()
+        assert (
+            len(re.findall("A worker of source|the worker is replaced|could not be replaced", log)) >= count
+        ), log
 
     # -- what is there
 
@@ -304,22 +333,25 @@ class KilledRun:
         found, path = [], self.folder.metrics
         for line in path.read_text().splitlines() if path.exists() else []:
             with suppress(json.JSONDecodeError):
-                record = json.loads(line)
-                if "loss" in record:
-                    found.append(record)
-        return found
+                found.append(json.loads(line))
+        return [record for record in found if "loss" in record]
 
     # -- the end
 
     def _check_tasks(self, records: Mapping[int, Mapping[str, Any]]) -> None:
         """What was trained, dropped, or is left is the beginning of the plan, each position once."""
         trained: dict[int, tuple[str, int]] = {}
+        num_missing = num_failed = 0
         for step in range(1, self._num_steps + 1):
             groups = {(row["position"], row["source"], row["task"]) for row in self._trace(step)}
             for position, source, task in groups:
                 assert position not in trained, f"position {position} is trained in {step} and before"
                 trained[position] = (source, task)
             assert len(groups) == GROUPS_PER_BATCH == records[step]["groups/trained"], step
+            # An episode that a dead worker has lost is missing, and counted.
+            num_missing += GROUPS_PER_BATCH * GROUP_SIZE - len(self._trace(step))
+            num_failed += records[step]["episodes/failed"]
+            assert num_missing <= num_failed, step
         state = json.loads(
             (self.folder.checkpoints / f"step_{self._num_steps}" / "orchestrator" / "state.json").read_text()
         )
@@ -341,19 +373,16 @@ class KilledRun:
         assert len(rest) == num_dropped
         assert Counter(trained.values()) + Counter(left.values()) + Counter(rest) == Counter(plan)
 
-    def _check_versions(self, records: Mapping[int, Mapping[str, Any]]) -> None:
+    def _check_versions(self) -> None:
         """The policy server had the right weights, above all after a resume."""
-        resumed = {self._first_step(attempt): step for attempt, step in self._begun.items()}
-        for step in range(1, self._num_steps + 1):
+        trained = {record["step"]: record for record in self._trained()}  # the last of each step
+        for step, record in trained.items():
             rows = self._trace(step)
             versions = {version for row in rows for version in row["versions"]}
-            begun = resumed.get(step)
-            oldest = step - 1 - self._max_lead if begun is None else begun
-            # Groups in flight over an update may hold tokens of the version before.
-            assert max(0, oldest - 1 * (begun is None and self._max_lead > 0)) <= min(versions), (step, rows)
-            assert max(versions) <= step - 1, (step, rows)
+            oldest = max(self._begun[record["attempt"]], step - 1 - self._max_lead * MAX_AGE)
+            assert oldest <= min(versions) <= max(versions) <= step - 1, (step, oldest, versions)
             if versions == {step - 1}:
-                assert records[step]["mismatch_kl"] < _SAME_WEIGHTS, records[step]
+                assert record["mismatch_kl"] < _SAME_WEIGHTS, record
 
     def _trace(self, step: int) -> list[dict[str, Any]]:
         lines = (self.folder.rollouts / f"step_{step}.jsonl").read_text().splitlines()

@@ -18,6 +18,7 @@ from inference.engine.slots import ATTENTION
 
 logger = logging.getLogger(__name__)
 
+_BEFORE_THE_FIRST = -1
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -37,7 +38,9 @@ def build_engine(config: InferenceConfig) -> EmbeddedEngine:
     model = SlotModel(lm, num_slots=config.engine.max_batch, max_len=max_len, name=config.model.name)
     probe(model, config.model.name)
     end_ids = _find_end_ids(lm, tokenizer)
-    return EmbeddedEngine(model, tokenizer, max_len=max_len, end_ids=end_ids)
+    # A run need not begin with the model as loaded: its version 0 is what its trainer publishes first.
+    version = _BEFORE_THE_FIRST if config.run_id else 0
+    return EmbeddedEngine(model, tokenizer, max_len=max_len, end_ids=end_ids, version=version)
 
 
 def _choose_device(name: str) -> torch.device:

@@ -39,13 +39,23 @@ class EmbeddedEngine:
     """
 
     def __init__(
-        self, model: SlotModel, tokenizer: Any, *, max_len: int, end_ids: tuple[int, ...] = ()
+        self,
+        model: SlotModel,
+        tokenizer: Any,
+        *,
+        max_len: int,
+        end_ids: tuple[int, ...] = (),
+        version: int = 0,
     ) -> None:
+        """
+        Args:
+            version: of the model as loaded.
+        """
         self.tokenizer = tokenizer
         self.end_ids = end_ids
         self._model = model
         self._max_len = max_len
-        self._scheduler = Scheduler(model, max_len)
+        self._scheduler = Scheduler(model, max_len, version)
         self._worker = Worker(self._scheduler, self._deliver)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._inboxes: dict[Sequence, asyncio.Queue[Drawn | Exception]] = {}
@@ -54,7 +64,7 @@ class EmbeddedEngine:
 
     @property
     def version(self) -> int:
-        """Policy version of the weights; 0 is the model as loaded."""
+        """Policy version of the weights."""
         return self._scheduler.version
 
     @property

@@ -34,7 +34,7 @@ class Scheduler:
         num_prompt_tokens, num_drawn_tokens, num_prefills, num_updates: see `base.EngineStats`.
     """
 
-    def __init__(self, model: SlotModel, max_len: int) -> None:
+    def __init__(self, model: SlotModel, max_len: int, version: int = 0) -> None:
         self._model = model
         self._max_len = max_len
         num_slots = model.num_slots
@@ -50,7 +50,7 @@ class Scheduler:
         self._first_logits = torch.zeros(shape, device=model.device)
         self._logits = torch.zeros(shape, device=model.device)
         self._changed: dict[Sequence, None] = {}
-        self.version = 0
+        self.version = version
         self.num_prompt_tokens = 0
         self.num_drawn_tokens = 0
         self.num_prefills = 0

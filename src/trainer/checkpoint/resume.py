@@ -26,8 +26,10 @@ SKIP_FLAGS = {
 }
 """The flag of `resume` that leaves a part out."""
 
-_NOT_STATE = ("resume", "clean")
-"""Sections of the configuration that say how a run starts, not what it is."""
+_NOT_STATE = ("resume", "clean", "servers", "server_key")
+"""Keys of the configuration that say how a run starts and whom it talks to, not what it is. A key of a server
+is no business of whoever gets a checkpoint.
+"""
 
 _SHOWN_CHANGES = 12
 

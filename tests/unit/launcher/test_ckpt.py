@@ -169,3 +169,16 @@ def test_listing_and_help_import_no_torch(tmp_path: Path, process: Process) -> N
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["sft.toml", "trainer.toml"])
+def test_the_store_of_a_run_is_found_by_the_configuration_of_either_kind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    run = tmp_path / "run"
+    (run / "config").mkdir(parents=True)
+    text = 'run_name = "run"\n[ckpt]\nurl = "memory://place"\n'
+    (run / "config" / name).write_text(text)
+    main(["ls", str(run)])
+    captured = capsys.readouterr()
+    assert "memory://place/run/checkpoints" in captured.out + captured.err

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from contract.choice import choose_checkpoint
 from contract.commit import commit
 from contract.errors import CheckpointError, ConfigError
 from contract.layout import RunFolder
@@ -87,6 +88,7 @@ def test_an_override_of_a_shared_key_reaches_every_part(tmp_path: Path) -> None:
     assert (trainer.seed, orchestrator.seed) == (5, 5)
     assert trainer.channel == orchestrator.channel
     assert (trainer.server_key, orchestrator.server_key, inference.api_key) == ("secret",) * 3
+    assert {entry.stat().st_mode & 0o077 for entry in config.iterdir()} == {0}, "others can read the key"
     assert [part.log.level for part in (trainer, orchestrator, inference)] == ["debug"] * 3
     address = f"http://127.0.0.1:{inference.port}"
     assert (trainer.servers, orchestrator.servers) == ([address], [address])
@@ -169,6 +171,20 @@ def test_a_port_that_is_in_use_is_refused_with_its_key(load: Callable[..., RLCon
                 rl.make_plan(load(*flags))
 
 
+@pytest.mark.parametrize(
+    ("flags", "dtype"),
+    [
+        ([], "auto"),
+        (["--model.compute-dtype", "bfloat16"], "bfloat16"),
+        (["--model.compute-dtype", "bfloat16", "--inference.engine.dtype", "float32"], "float32"),
+    ],
+)
+def test_the_policy_server_computes_in_the_type_that_the_trainer_is_told_to(
+    load: Callable[..., RLConfig], flags: list[str], dtype: str
+) -> None:
+    assert load(*flags).policy_server(8000, "id").engine.dtype == dtype
+
+
 def test_servers_that_run_already_are_used_and_none_is_started(load: Callable[..., RLConfig]) -> None:
     plan = rl.make_plan(load("--servers", '["http://gpu-box:8000"]', "--server-key", "k"))
     parts = plan.parts("id", None)
@@ -190,7 +206,21 @@ def test_all_parts_go_on_from_the_newest_step_that_holds_the_state_of_both(
     assert (start.step, start.checkpoint) == (10, folder.checkpoints / "step_10")
     assert start.resume_dir(config) == str(folder.checkpoints / "step_10")
     resume = start.fixed(config).resume
-    assert resume is not None and (resume.step, resume.dir) == (10, None)
+    assert resume is not None and (resume.step, resume.dir) == (None, str(start.checkpoint))
+
+
+def test_steps_that_are_counted_anew_begin_with_the_weights_of_the_chosen_checkpoint(
+    load: Callable[..., RLConfig],
+) -> None:
+    folder = _folder(load())
+    _commit_step(folder, 10, "trainer", "orchestrator")
+    config = load("--resume.step", "10", "--resume.skip-progress", "--resume.skip-data")
+    start = decide_start(config, folder)
+    resume = start.fixed(config).resume
+    assert start.step == 0 and resume is not None
+    # What the trainer chooses by.
+    chosen = choose_checkpoint(folder, step=resume.step, place=resume.dir)
+    assert chosen is not None and chosen.entry.path == folder.checkpoints / "step_10"
 
 
 def test_a_start_from_the_weights_of_another_run_needs_no_state_of_the_orchestrator(

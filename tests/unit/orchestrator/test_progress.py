@@ -19,6 +19,7 @@ GROUP_SIZE = 4
 def _resume(path: Path) -> Progress:
     identity = Plan(SOURCES, 0).identity(GROUP_SIZE)
     snapshot = load_snapshot(path.parent, identity)
+    assert snapshot is not None
     return Progress(Plan(SOURCES, 0, snapshot.counts), GROUP_SIZE, snapshot.outstanding)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,22 @@ def test_rows_have_the_same_bits_with_every_row_count_that_was_found(llama: Path
         for window in (320, 384):
             model.cache.reserve(window)
             assert torch.equal(model.decode(tokens[:count], lengths[:count], 301, window), expected[:count])
+
+
+def test_a_server_of_a_run_has_no_version_of_it_before_the_trainer_gives_it_one(llama: Path) -> None:
+    async def version_before_and_after(run_id: str) -> tuple[int, int]:
+        engine = build_engine(_config(llama, max_len=32, run_id=run_id))
+        try:
+            before = engine.version
+            weights = AutoModelForCausalLM.from_pretrained(llama).state_dict()
+            await engine.load(weights.items(), 0, "keep")
+            return before, engine.version
+        finally:
+            await engine.close()
+
+    # The weights of a run that begins with those of another one are not the model as loaded.
+    assert asyncio.run(version_before_and_after("0123abcd")) == (-1, 0)
+    assert asyncio.run(version_before_and_after("")) == (0, 0)
 
 
 def test_a_length_that_the_model_was_not_made_for_is_refused(llama: Path) -> None:
