@@ -173,12 +173,22 @@ class RolloutSections(Settings):
         groups = [("sources", self.sources)]
         if self.evaluation is not None:
             groups.append(("evaluation.sources", self.evaluation.sources))
+            self._check_held_out(self.evaluation)
         for key, sources in groups:
             titles = [source.title for source in sources]
             twice = sorted({title for title in titles if titles.count(title) > 1})
             if twice:
                 raise ValueError(f"{key}: two are called {twice[0]!r}; give each a `name` of its own")
         return self
+
+    def _check_held_out(self, evaluation: EvaluationConfig) -> None:
+        for source in evaluation.sources:
+            if source.weight != 1.0:
+                raise ValueError(
+                    f"evaluation.sources: weight = {source.weight:g} of {source.title!r} would change "
+                    f"nothing, as an evaluation answers num_tasks = {evaluation.num_tasks} of every source; "
+                    f"remove it"
+                )
 
     def _check_support(self) -> None:
         """The trainer's probabilities are of all tokens; what is trained must be drawn from all, too."""

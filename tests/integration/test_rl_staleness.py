@@ -39,9 +39,9 @@ class _LaggingServer(PolicyServer):
 
     def __init__(self) -> None:
         super().__init__(self._draw)
-        tokenizer = load_tokenizer(_MODEL, resolve_model(_MODEL))
-        self._letters = [int(tokenizer.convert_tokens_to_ids(letter)) for letter in "abcdefgh"]
-        self._end = int(tokenizer.convert_tokens_to_ids("<|im_end|>"))
+        vocabulary = load_tokenizer(_MODEL, resolve_model(_MODEL)).get_vocab()
+        self._letters = [vocabulary[letter] for letter in "abcdefgh"]
+        self._end = vocabulary["<|im_end|>"]
 
     def _draw(self, request: GenerateRequest) -> Reply:
         chance = random.Random(request.sampling.seed)

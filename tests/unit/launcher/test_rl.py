@@ -114,6 +114,7 @@ def test_a_resolved_configuration_reads_back_as_it_was(tmp_path: Path, load: Cal
         (["--resume.skip-data"], "go together"),
         (["--resume", "--clean"], "clean deletes the run"),
         (["--inference.host", "0.0.0.0"], "api_key"),
+        (["--evaluation.sources", '[{"environment": "arithmetic", "weight": 2.0}]'], "would change nothing"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(
@@ -121,6 +122,16 @@ def test_settings_that_contradict_each_other_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load(*flags)
+
+
+def test_what_only_an_evaluation_may_draw_with_is_taken_there(load: Callable[..., RLConfig]) -> None:
+    source = ["--evaluation.sources", '[{"environment": "arithmetic"}]']
+    flags = {"top-p": "0.9", "top-k": "20", "min-tokens": "2", "temperature": "0"}
+    words = [word for name, value in flags.items() for word in (f"--evaluation.sampling.{name}", value)]
+    evaluation = load(*source, *words).evaluation
+    assert evaluation is not None and evaluation.sampling is not None
+    drawn = evaluation.sampling
+    assert (drawn.top_p, drawn.top_k, drawn.min_tokens, drawn.temperature) == (0.9, 20, 2, 0)
 
 
 def test_the_quick_answers_import_no_torch(tmp_path: Path, load: Callable[..., RLConfig]) -> None:
