@@ -178,7 +178,7 @@ def measure(
     results: dict[str, list[tuple[float, StepBatch]]] = {side.name: [] for side in sides}
     for step in range(steps + 1):
         batch = source.next_step()
-        assert batch is not None
+        assert isinstance(batch, StepBatch)
         for side in sides if step % 2 else reversed(sides):
             device.synchronize()
             start = time.perf_counter()

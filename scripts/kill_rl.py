@@ -65,22 +65,24 @@ def kill_part(part: Part, arguments: argparse.Namespace) -> bool:
         root = Path(tempfile.mkdtemp(dir=arguments.dir, prefix="kill_rl_"))
         begin = time.monotonic()
         try:
-            num_kills += _kill_run(part, root, drawn, lead, arguments, num_kills)
+            killed, lost = _kill_run(part, root, drawn, lead, arguments, num_kills)
         except Exception:
             traceback.print_exc()
             print(f"{part}: a fault after {num_kills} instants; the run is in {root}", flush=True)
             return False
+        num_kills += killed
         num_runs += 1
         shutil.rmtree(root)
         seconds = time.monotonic() - begin
-        print(f"{part}: run {num_runs} (max_lead {lead}) equals its plan, {seconds:.0f} s", flush=True)
+        text = f"run {num_runs} (max_lead {lead}) equals its plan; {lost} episodes lost and counted"
+        print(f"{part}: {text}; {seconds:.0f} s", flush=True)
     return True
 
 
 def _kill_run(
     part: Part, root: Path, drawn: random.Random, lead: int, arguments: argparse.Namespace, num_before: int
-) -> int:
-    """One run to its end; returns the number of its kills."""
+) -> tuple[int, int]:
+    """One run to its end; returns the number of its kills, and of the episodes that they cost."""
     num_kills = 0
     with KilledRun(root, drawn, arguments.steps, lead) as run:
         while not run.is_complete:
@@ -91,8 +93,7 @@ def _kill_run(
             for kill in run.kill(part, drawn.choice(MOMENTS), min(left, _WORKERS_PER_RUN)):
                 num_kills += 1
                 print(f"{num_before + num_kills:3} {kill}", flush=True)
-        run.check()
-    return num_kills
+        return num_kills, run.check()
 
 
 if __name__ == "__main__":

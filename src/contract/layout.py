@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from contract.errors import RunFolderError
 from contract.store import Folder, StoreFolder
 
 
@@ -105,6 +106,20 @@ class RunFolder:
     def tensorboard(self) -> Path:
         """TensorBoard event files."""
         return self.root / "tensorboard"
+
+    def read_run_id(self) -> str:
+        """The id that messages of this run carry.
+
+        Raises:
+            RunFolderError: the run has none.
+        """
+        try:
+            return self.run_id.read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise RunFolderError(
+                f"{self.run_id}, by which the processes of an RL run know each other, cannot be read "
+                f"({error.strerror}); `rl` makes it when it starts the run"
+            ) from error
 
     def holds_run(self) -> bool:
         """Whether a run was begun here: metrics or any checkpoint exist. A lone `config/` (from --dry-run)

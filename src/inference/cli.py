@@ -7,6 +7,7 @@ hangs. A busy port is found before the model is loaded.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import resource
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from contract.attempt import record_exit, register_rank
+from contract.attempt import record_exit, register_rank, write_whole
 from contract.errors import EXIT_SIGNAL_BASE, Interrupted, PolicyServerError, TailraceError, exit_code_of
 from contract.settings.load import load_file
 from inference.config import InferenceConfig
@@ -60,6 +61,8 @@ class Served:
 
 Load = Callable[[InferenceConfig], Served]
 
+OnStatus = Callable[[dict[str, int]], None]
+
 OnEnd = Callable[[int, str], None]
 """Told the exit code, and what went wrong in words (empty if nothing did)."""
 
@@ -67,7 +70,7 @@ OnEnd = Callable[[int, str], None]
 def run(
     config: InferenceConfig,
     *,
-    on_ready: Callable[[int], None] | None = None,
+    on_status: OnStatus | None = None,
     on_end: OnEnd | None = None,
     load: Load | None = None,
     end_seconds: float = _END_SECONDS,
@@ -78,7 +81,7 @@ def run(
     process at once.
 
     Args:
-        on_ready: called with the port when requests are accepted.
+        on_status: called several times a second with what the server is at, by name.
         on_end: called before this returns, or before the process is ended.
         load: makes the engine; None loads what `config` says.
         end_seconds: from the first signal, or the error that ends the server, to the end of the process if it
@@ -92,7 +95,7 @@ def run(
     ending = _Ending(tell_end, end_seconds)
     try:
         with ending.during_start():
-            signum = _serve(config, load or _load, on_ready or (lambda port: None), ending)
+            signum = _serve(config, load or _load, on_status or (lambda status: None), ending)
     except BaseException as error:  # the record and the one message must come of every end
         tell_end(exit_code_of(error), f"{error}" or type(error).__name__)
         return report_error(error, debug=config.log.level == "debug")
@@ -121,12 +124,17 @@ def run_part(
         with suppress(OSError):
             record_exit(attempt_dir, PART, code, message)
 
+    def show(status: dict[str, int]) -> None:
+        # For the launcher's panel; a disk that is full ends no server.
+        with suppress(OSError):
+            write_whole(attempt_dir / f"{PART}.status.json", json.dumps(status))
+
     try:
         config = load_file(InferenceConfig, config_path)
     except BaseException as error:
         record(exit_code_of(error), f"{error}" or type(error).__name__)
         return report_error(error, debug=False)
-    code = run(config, on_end=record, load=load, end_seconds=end_seconds)
+    code = run(config, on_status=show, on_end=record, load=load, end_seconds=end_seconds)
     if any(thread is not threading.main_thread() and not thread.daemon for thread in threading.enumerate()):
         # The interpreter would wait for them.
         _exit(code)
@@ -192,7 +200,7 @@ class _Ending:
 def _serve(
     config: InferenceConfig,
     load: Load,
-    on_ready: Callable[[int], None],
+    on_status: OnStatus,
     ending: _Ending,
 ) -> int:
     """Returns the signal that ended the server."""
@@ -200,30 +208,40 @@ def _serve(
     listener = bind(config.host, config.port)
     with listener:
         served = load(config)
-        return asyncio.run(_serve_engine(config, served, listener, on_ready, ending))
+        return asyncio.run(_serve_engine(config, served, listener, on_status, ending))
 
 
 async def _serve_engine(
     config: InferenceConfig,
     served: Served,
     listener: socket.socket,
-    on_ready: Callable[[int], None],
+    on_status: OnStatus,
     ending: _Ending,
 ) -> int:
     engine = served.engine
-    service = PolicyService(engine, served.open_update, pause_mode=config.pause_mode)
+    service = PolicyService(engine, served.open_update, pause_mode=config.pause_mode, run_id=config.run_id)
     name = config.served_name or config.model.name
     app = build_app(service, served_name=name, end_ids=served.end_ids, api_key=config.api_key)
     host, port = listener.getsockname()[:2]
 
     def on_started() -> None:
         logger.info("policy server: %s, version %d, at http://%s:%d", name, engine.version, host, port)
-        on_ready(port)
+
+    def look() -> None:
+        stats = engine.stats()
+        on_status(
+            {
+                "version": engine.version,
+                "running": stats.num_running,
+                "waiting": service.num_waiting,
+                "tokens": stats.num_drawn_tokens,
+            }
+        )
 
     server = HttpServer(app, end_seconds=int(_FINISH_SECONDS) + _ANSWER_SECONDS, on_started=on_started)
     signalled = ending.on_loop()
     serving = asyncio.create_task(server.serve([listener]))
-    watching = asyncio.create_task(service.watch())
+    watching = asyncio.create_task(service.watch(look))
     await asyncio.wait({serving, watching, signalled}, return_when=asyncio.FIRST_COMPLETED)
     try:
         if watching.done():

@@ -45,17 +45,20 @@ class PolicyService:
         *,
         pause_mode: PauseMode = "keep",
         stall_seconds: float = 300.0,
+        run_id: str = "",
     ) -> None:
         """
         Args:
             pause_mode: what becomes of running requests during an update.
             stall_seconds: an engine that has requests, is not paused and draws nothing for so long is not
                 healthy.
+            run_id: run that the server belongs to; empty is none. Health tells it.
         """
         self.engine = engine
         self._open_update = open_update
         self._pause_mode: PauseMode = pause_mode
         self._stall_seconds = stall_seconds
+        self._run_id = run_id
         self._gate = asyncio.Event()
         self._gate.set()
         self._pausing = asyncio.Lock()
@@ -175,10 +178,15 @@ class PolicyService:
             pass
         return self.engine.version
 
-    async def watch(self) -> BaseException:
-        """Wait until the engine fails, and return why. Meanwhile keeps an eye on its progress."""
+    async def watch(self, on_look: Callable[[], None] = lambda: None) -> BaseException:
+        """Wait until the engine fails, and return why. Meanwhile keeps an eye on its progress.
+
+        Args:
+            on_look: called several times a second.
+        """
         while (failure := self.engine.failure) is None:
             self._note_progress()
+            on_look()
             await asyncio.sleep(_WATCH_SECONDS)
         self.close(describe(failure))
         return failure
@@ -205,6 +213,7 @@ class PolicyService:
             status = "ok"
         return status == "ok", {
             "status": status,
+            "run_id": self._run_id,
             "version": self.engine.version,
             "paused": self.engine.is_paused,
             "updating": self._updating,

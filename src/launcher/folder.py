@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import tempfile
@@ -139,8 +140,25 @@ def clean_run(folder: RunFolder) -> list[Path]:
         return sorted(entry for entry in folder.root.iterdir() if entry.name != _LOCK)
 
 
-def write_config(folder: RunFolder, text: str, name: str = "sft.toml") -> Path:
+def write_text(path: Path, text: str, *, private: bool = False) -> None:
+    """Write a file whole, so that it appears under its name only when it is complete.
+
+    Args:
+        private: it holds a key, and nobody else may read it, not even while it is written.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)  # its mode would stay that of whoever made it
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    partial.replace(path)
+
+
+def write_config(folder: RunFolder, text: str, name: str = "sft.toml", *, private: bool = False) -> Path:
     """Write a resolved configuration into the run folder, creating the folder.
+
+    Args:
+        private: as in `write_text`.
 
     Raises:
         RunFolderError: it cannot be written.
@@ -148,9 +166,7 @@ def write_config(folder: RunFolder, text: str, name: str = "sft.toml") -> Path:
     path = folder.config / name
     with _writable(folder.root):
         folder.config.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        write_text(path, text, private=private)
     return path
 
 

@@ -18,7 +18,7 @@ from typing import TypeVar
 from contract import control
 from contract.attempt import read_pid, register_rank
 from contract.control import holding_pause_signal
-from contract.errors import EXIT_OK, TailraceError
+from contract.errors import EXIT_OK, RunFolderError, TailraceError
 from contract.layout import RunFolder
 from contract.settings.base import Settings
 from contract.settings.dump import to_toml
@@ -84,6 +84,7 @@ def _train(config: RLTrainConfig) -> int:
         check_model_and_store(config)
         store.check_usable(folder, resume=config.resume is not None, clean=config.clean)
         if config.clean:
+            _check_alone(folder)
             store.clean_steps(folder)
             run_folder.clean_run(folder)
         folder.paused.unlink(missing_ok=True)
@@ -116,20 +117,33 @@ def _enter(config: Settings, folder: RunFolder, name: str) -> tuple[Path, Path]:
     run_folder.check_writable(folder)
     run_id_of(folder)
     latest = folder.logs / "latest"
-    joins = latest.is_dir() and _is_live(latest) and not (latest / f"{name}.toml").exists()
+    joins = latest.is_dir() and _live_parts(latest) and not (latest / f"{name}.toml").exists()
     attempt = (latest.resolve() if joins else run_folder.new_attempt(folder)).absolute()
     register_rank(attempt, name)  # before anything slow, so that another part finds it
     path = attempt / f"{name}.toml"
-    path.write_text(to_toml(config, header="What this attempt was started with."), encoding="utf-8")
-    if getattr(config, "server_key", None) is not None:
-        path.chmod(0o600)
+    text = to_toml(config, header="What this attempt was started with.")
+    run_folder.write_text(path, text, private=getattr(config, "server_key", None) is not None)
     return path, attempt
 
 
-def _is_live(attempt: Path) -> bool:
-    """Whether a part of the attempt runs on this machine."""
-    pids = [read_pid(attempt, name) for name in (TRAINER, ORCHESTRATOR)]
-    return any(pid is not None and send(pid, 0) for pid in pids)
+def _check_alone(folder: RunFolder) -> None:
+    """Refuse to delete a run whose other parts would go on in what is deleted.
+
+    Raises:
+        RunFolderError: one of them runs on this machine.
+    """
+    latest = folder.logs / "latest"
+    for name, pid in _live_parts(latest).items():
+        raise RunFolderError(
+            f"the {name} of the run in {folder.root} is running (process {pid}, of {latest.resolve()}), and "
+            f"--clean would delete its files; nothing was deleted. End it first: kill {pid}"
+        )
+
+
+def _live_parts(attempt: Path) -> dict[str, int]:
+    """The parts of the attempt that run on this machine, and their processes."""
+    pids = {name: read_pid(attempt, name) for name in (TRAINER, ORCHESTRATOR)}
+    return {name: pid for name, pid in pids.items() if pid is not None and send(pid, 0)}
 
 
 def _launch_ranks(

@@ -78,7 +78,7 @@ def place(config: RLConfig, gpus: list[str], cores: int) -> Placement:
     shares_cores = server_on_cpu and not trainer_gpus
     server_threads, trainer_threads = cores, cores
     # With a lead both compute at the same time; without, they take turns.
-    if shares_cores and config.rollout.max_lead > 0:
+    if shares_cores and config.rollout.lead > 0:
         server_threads = max(1, (cores + 1) // 2)
         trainer_threads = max(1, cores - server_threads)
     return Placement(

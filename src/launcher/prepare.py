@@ -55,7 +55,12 @@ def run_command(
 
 
 def prepare(
-    config: TrainConfig, folder: RunFolder, *, command: str, check_inputs: Callable[[], None]
+    config: TrainConfig,
+    folder: RunFolder,
+    *,
+    command: str,
+    check_inputs: Callable[[], None],
+    private: bool = False,
 ) -> Path:
     """Check, clean and create the run folder; returns the folder of the new attempt, in which `COMMAND.toml`
     is what it was started with. The caller holds the lock.
@@ -63,6 +68,7 @@ def prepare(
     Args:
         command: name of the command that runs `config`.
         check_inputs: refuses what cannot work, before `clean` deletes a run.
+        private: whether `config` holds a key.
 
     Raises:
         RunFolderError: the folder cannot be used.
@@ -80,10 +86,10 @@ def prepare(
         if foreign:
             note(f"kept by --clean, not written by a run: {', '.join(map(str, foreign))}")
     folder.paused.unlink(missing_ok=True)
-    run_folder.write_config(folder, resolved(config, command), f"{command}.toml")
+    run_folder.write_config(folder, resolved(config, command), f"{command}.toml", private=private)
     attempt = run_folder.new_attempt(folder)
     text = to_toml(config, header="What this attempt was started with.")
-    (attempt / f"{command}.toml").write_text(text, encoding="utf-8")
+    run_folder.write_text(attempt / f"{command}.toml", text, private=private)
     return attempt
 
 

@@ -113,23 +113,24 @@ def _start(config: RLConfig, folder: RunFolder, held: int) -> int:
         check_model_and_store(config)
         start = decide_start(config, folder)
 
-    attempt = prepare(config, folder, command="rl", check_inputs=check).absolute()
+    # The API key guards the policy server from other users of this machine, too.
+    private = config.key is not None
+    attempt = prepare(config, folder, command="rl", check_inputs=check, private=private).absolute()
     for text in (*plan.placement.notes, *start.warnings):
         note(text)
     remove_leftovers(folder, start.step)
     run_id = run_id_of(folder)
     resume_dir = start.resume_dir(config)
     for name, part in plan.parts(run_id, None).items():
-        run_folder.write_config(folder, _part_text(part, name), f"{name}.toml")
+        run_folder.write_config(folder, _part_text(part, name), f"{name}.toml", private=private)
     fixed = Plan(_for_attempt(start.fixed(plan.config), plan), plan.placement, plan.port, plan.servers)
     for name, part in fixed.parts(run_id, resume_dir).items():
         if name == SERVER:
             part = part.model_copy(update={"log_file": attempt / "inference_debug.log"})
         text = to_toml(part, header="What this attempt was started with.")
-        (attempt / f"{name}.toml").write_text(text, encoding="utf-8")
-    _guard_key(config, folder.config, attempt)
+        run_folder.write_text(attempt / f"{name}.toml", text, private=private)
     view = View(attempt, folder.metrics, live=config.log.live)
-    return Supervisor(_spec(plan, folder, attempt), view, keep_open=(held,)).run()
+    return Supervisor(_spec(plan, folder, attempt, run_id), view, keep_open=(held,)).run()
 
 
 def _for_attempt(config: RLConfig, plan: Plan) -> RLConfig:
@@ -152,14 +153,7 @@ def _part_text(part: Settings, name: str) -> str:
     return to_toml(part, header=f"The share of this process; run it alone with `{name} @ THIS_FILE`.")
 
 
-def _guard_key(config: RLConfig, *folders: Path) -> None:
-    """The API key guards the policy server from other users of this machine, too."""
-    if config.key is not None:
-        for path in (path for folder in folders for path in folder.glob("*.toml")):
-            path.chmod(0o600)
-
-
-def _spec(plan: Plan, folder: RunFolder, attempt: Path) -> RunSpec:
+def _spec(plan: Plan, folder: RunFolder, attempt: Path, run_id: str) -> RunSpec:
     config, placement = plan.config, plan.placement
     everywhere = {
         "PYTHONUNBUFFERED": "1",
@@ -188,6 +182,7 @@ def _spec(plan: Plan, folder: RunFolder, attempt: Path) -> RunSpec:
             placement.num_ranks,
         ),
         server_urls=plan.servers,
+        run_id=run_id,
         start_seconds=config.server_start_seconds,
         grace_seconds=config.grace_seconds,
         metrics=folder.metrics,
@@ -207,10 +202,10 @@ def _dry_run(config: RLConfig, folder: RunFolder) -> int:
     prefix = dry_run_prefix(config, folder, check)
     plan = make_plan(config)
     name = f"{prefix}_" if prefix else ""
-    path = run_folder.write_config(folder, resolved(config, "rl"), f"{name}rl.toml")
+    private = config.key is not None
+    path = run_folder.write_config(folder, resolved(config, "rl"), f"{name}rl.toml", private=private)
     for part, settings in plan.parts("", None).items():
-        run_folder.write_config(folder, _part_text(settings, part), f"{name}{part}.toml")
-    _guard_key(config, folder.config)
+        run_folder.write_config(folder, _part_text(settings, part), f"{name}{part}.toml", private=private)
     print(f"the configuration is valid; resolved: {path}, and one file of each part beside it")
     for line in _describe(plan, start):
         print(f"  {line}")

@@ -41,6 +41,7 @@ class RunSpec:
 
     Attributes:
         server: None where the servers at `server_urls` run already.
+        run_id: that the server which is started tells.
         start_seconds: longest wait for an answer of every policy server.
         grace_seconds: after a signal, the time that the trainer gets to save.
         metrics: the run's metrics file, which grows with every step.
@@ -54,6 +55,7 @@ class RunSpec:
     orchestrator: PartSpec
     trainer: PartSpec
     server_urls: list[str]
+    run_id: str
     start_seconds: float
     grace_seconds: float
     metrics: Path
@@ -129,7 +131,7 @@ class Supervisor:
         limit = self._spec.start_seconds
         deadline = time.monotonic() + limit
         for url in self._spec.server_urls:
-            while not is_healthy(url):
+            while not is_healthy(url, None if server is None else self._spec.run_id):
                 self._tick(_HEALTH_SECONDS)
                 ending = self._before_training()
                 if ending is not None:

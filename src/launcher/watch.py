@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import math
 import signal
 import time
@@ -92,15 +93,24 @@ class Progress:
         return time.monotonic() - self._changed >= self._limit
 
 
-def is_healthy(url: str) -> bool:
-    """Whether the policy server at `url` says that it can draw."""
+def is_healthy(url: str, run_id: str | None = None) -> bool:
+    """Whether the policy server at `url` says that it can draw.
+
+    Args:
+        run_id: run that it must belong to: two runs that start at once may have found the same port free.
+            None takes any.
+    """
     parts = urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = kind(parts.hostname or "", parts.port, timeout=_HEALTH_TIMEOUT_SECONDS)
     try:
         connection.request("GET", HEALTH_ROUTE)
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
+        response = connection.getresponse()
+        if response.status != 200 or run_id is None:
+            return response.status == 200
+        state = json.loads(response.read())
+        return isinstance(state, dict) and state.get("run_id") == run_id
+    except (OSError, http.client.HTTPException, ValueError):
         return False
     finally:
         connection.close()

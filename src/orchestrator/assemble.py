@@ -4,8 +4,8 @@ Metrics of rewards and lengths are of every valid episode that was judged since 
 groups without signal too: an average over what is trained would leave out just the tasks that are always, or
 never, solved. All others are of the episodes that are trained on.
 
-Values that depend on wall time have names that start with `time/` or `rate/`; with `rollout.max_lead = 0` no
-other value does.
+Values that depend on wall time have names that start with `time/` or `rate/`; without a lead no other value
+does, as long as nothing fails.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ def compute_metrics(taken: Taken, step: int) -> dict[str, float]:
     stats.sort(key=lambda stat: (stat.position, stat.index))
     scored = [one for group in groups for one in group.episodes]
     num_judged = len(groups) + tally.num_no_signal + tally.num_failed_groups
+    num_again = tally.num_stale + tally.num_outage
     ages = _ages(groups, step)
     metrics = {
         **_reward_metrics(stats),
@@ -93,10 +94,11 @@ def compute_metrics(taken: Taken, step: int) -> dict[str, float]:
         "length/truncated": _mean([stat.is_truncated for stat in stats]),
         "groups/trained": float(len(groups)),
         "groups/signal": len(groups) / num_judged,
-        "groups/dropped": float(tally.num_no_signal + tally.num_failed_groups + tally.num_stale),
+        "groups/dropped": float(tally.num_no_signal + tally.num_failed_groups + num_again),
         "groups/dropped_no_signal": float(tally.num_no_signal),
         "groups/dropped_failed": float(tally.num_failed_groups),
         "groups/dropped_stale": float(tally.num_stale),
+        "groups/dropped_outage": float(tally.num_outage),
         "episodes/trained": float(len(scored)),
         "episodes/failed": float(tally.failures.total()),
         "staleness/mean": float(ages.mean()),

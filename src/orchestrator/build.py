@@ -7,10 +7,10 @@ import logging
 import math
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 from contract.channel.build import open_sender
-from contract.errors import RunFolderError
 from contract.layout import RunFolder
 from contract.model_files import load_tokenizer, resolve_model
 from contract.store import parse_folder
@@ -50,7 +50,7 @@ async def build_pipeline(config: OrchestratorConfig, lag: LoopLag, stack: AsyncE
         TailraceError: a part cannot be made, or the checkpoint is not one of this run.
     """
     folder = run_folder(config)
-    run_id = read_run_id(folder)
+    run_id = folder.read_run_id()
     sources = await _load(config.sources, stack)
     progress, snapshot = build_progress(config, sources)
     rollout = config.rollout
@@ -70,7 +70,7 @@ async def build_pipeline(config: OrchestratorConfig, lag: LoopLag, stack: AsyncE
         run_id,
         0 if snapshot is None else snapshot.step,
         config.max_steps,
-        rollout.max_lead == 0,
+        rollout.lead == 0,
         folder.rollouts,
         longest_episode(rollout, [*sources, *held_out]),
         rollout.version_timeout_seconds,
@@ -93,8 +93,9 @@ async def build_pipeline(config: OrchestratorConfig, lag: LoopLag, stack: AsyncE
             snapshot.step,
             len(snapshot.outstanding),
         )
-    parts = Parts(client, sender, progress, dispatcher, evaluator, background, lag)
-    return Pipeline(span, parts, None if snapshot is None else snapshot.baseline)
+    counts = partial(_counts, client, [*sources, *held_out])
+    parts = Parts(client, sender, progress, dispatcher, evaluator, background, lag, counts)
+    return Pipeline(span, parts, snapshot)
 
 
 def build_progress(
@@ -107,7 +108,9 @@ def build_progress(
         DataError: it is of other tasks.
     """
     planned = [
-        PlannedSource(source.title, settings.weight, source.num_tasks)
+        PlannedSource(
+            source.title, settings.weight, source.num_tasks, settings.environment, settings.settings
+        )
         for source, settings in zip(sources, config.sources, strict=True)
     ]
     group_size = config.rollout.group_size
@@ -121,19 +124,11 @@ def build_progress(
     return Progress(Plan(planned, config.seed, snapshot.counts), group_size, snapshot.outstanding), snapshot
 
 
-def read_run_id(folder: RunFolder) -> str:
-    """The id that messages of this run carry.
-
-    Raises:
-        RunFolderError: the run has none.
-    """
-    try:
-        return folder.run_id.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise RunFolderError(
-            f"{folder.run_id}, by which the processes of an RL run know each other, cannot be read "
-            f"({error.strerror}); `rl` makes it when it starts the run"
-        ) from error
+def _counts(client: PolicyClient, sources: Sequence[LoadedSource]) -> dict[str, int]:
+    return {
+        "environment/workers_replaced": sum(source.counters.workers_replaced for source in sources),
+        "requests/retried": client.num_retries,
+    }
 
 
 def longest_episode(rollout: RolloutConfig, sources: Sequence[LoadedSource]) -> float:
@@ -143,8 +138,16 @@ def longest_episode(rollout: RolloutConfig, sources: Sequence[LoadedSource]) -> 
     for source in sources:
         # Calls wait for their turn while the workers are at those of other episodes.
         rounds = math.ceil(places / source.config.num_workers)
-        calls = (source.max_turns + _CALLS_PER_EPISODE) * rounds * source.config.timeout_seconds
-        longest = max(longest, calls + source.max_turns * rollout.request_timeout_seconds)
+        call = rounds * source.config.timeout_seconds
+        calls = (source.max_turns + _CALLS_PER_EPISODE) * call
+        longest = max(
+            longest,
+            # The task is asked for before the episode begins.
+            min(
+                calls + source.max_turns * rollout.request_timeout_seconds,
+                call + rollout.episode_timeout_seconds,
+            ),
+        )
     return longest + rollout.server_patience_seconds
 
 
@@ -177,5 +180,6 @@ async def _build_evaluator(
         seed=config.seed,
         limiter=limiter,
         rollouts=folder.rollouts,
+        episode_timeout_seconds=config.rollout.episode_timeout_seconds,
     )
     return evaluator, sources

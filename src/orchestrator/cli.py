@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import json
 import logging
 import signal
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from contract.attempt import record_exit, register_rank
+from contract.attempt import record_exit, register_rank, write_whole
 from contract.errors import EXIT_OK, Interrupted, exit_code_of
 from contract.settings.load import load_settings
 from orchestrator.background import LoopLag
@@ -49,7 +50,7 @@ def run(config_path: Path, attempt_dir: Path) -> int:
             # What it prints is in orchestrator.log; this one has everything.
             log_file = attempt_dir / f"{NAME}_debug.log"
             configure_logging(config.log.level, rank=0, log_file=log_file, console=True)
-            asyncio.run(_run(config))
+            asyncio.run(_run(config, attempt_dir))
     except BaseException as error:  # the exit record and the one message must come of every end
         # A disk that is full may be that of the record too: the error itself is told all the same.
         with suppress(OSError):
@@ -59,10 +60,10 @@ def run(config_path: Path, attempt_dir: Path) -> int:
     return EXIT_OK
 
 
-async def _run(config: OrchestratorConfig) -> None:
+async def _run(config: OrchestratorConfig, attempt_dir: Path) -> None:
     """Until the run is over, an error, or a signal (`Interrupted`)."""
     loop = asyncio.get_running_loop()
-    work = asyncio.ensure_future(_sample(config))
+    work = asyncio.ensure_future(_sample(config, attempt_dir))
     received: list[int] = []
 
     def end(signum: int) -> None:
@@ -81,12 +82,15 @@ async def _run(config: OrchestratorConfig) -> None:
         faulthandler.cancel_dump_traceback_later()
 
 
-async def _sample(config: OrchestratorConfig) -> None:
-    def stay_alive() -> None:
+async def _sample(config: OrchestratorConfig, attempt_dir: Path) -> None:
+    def beat() -> None:
         faulthandler.dump_traceback_later(_STANDSTILL_SECONDS, exit=True)
+        # The launcher's panel shows it; a disk that is full is noticed by what must be written.
+        with suppress(OSError):
+            write_whole(attempt_dir / f"{NAME}.status.json", json.dumps(pipeline.status()))
 
     async with AsyncExitStack() as stack:
-        pipeline = await build_pipeline(config, LoopLag(stay_alive), stack)
+        pipeline = await build_pipeline(config, LoopLag(beat), stack)
         await pipeline.run()
     logger.info("the run is over: all %d batches were sampled and trained on", config.max_steps)
 

@@ -85,14 +85,14 @@ class PolicyClient:
         servers: Iterable[str],
         *,
         api_key: str | None = None,
-        request_timeout_seconds: float = 600.0,
+        request_timeout_seconds: float = 3600.0,
         server_patience_seconds: float = 60.0,
     ) -> None:
         """
         Args:
             servers: `http://host:port` of each, at least one.
             api_key: sent as bearer token; None sends none.
-            request_timeout_seconds: longest wait for one draw, retries included.
+            request_timeout_seconds: longest wait for one draw; retries and the server's queue count.
             server_patience_seconds: longest time for which a server may be out of reach.
         """
         self._servers = [_Server(address) for address in servers]

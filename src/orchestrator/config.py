@@ -86,7 +86,8 @@ class RolloutConfig(Settings):
         "older groups are dropped, counted, and sampled again. Bounds the lead, too.",
     )
     max_concurrent: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description="Episodes at a time; None is those of max_lead + 1 batches."
+        default=None,
+        description="Episodes at a time; None is those of one batch and of those that may be sampled ahead.",
     )
     on_no_signal: Literal["refill", "shrink"] = Field(
         default="refill",
@@ -107,7 +108,16 @@ class RolloutConfig(Settings):
         "first error.",
     )
     request_timeout_seconds: float = Field(
-        default=600.0, gt=0, description="Longest wait for one turn of the policy, in seconds."
+        default=3600.0,
+        gt=0,
+        description="Longest wait for one turn of the policy, in seconds. Waiting in the policy server's "
+        "queue counts: it draws for `inference.engine.max_batch` requests at a time.",
+    )
+    episode_timeout_seconds: float = Field(
+        default=7200.0,
+        gt=0,
+        description="Longest episode, all its turns and calls together, in seconds; then it counts as "
+        "failed.",
     )
     server_patience_seconds: float = Field(
         default=60.0,
@@ -120,6 +130,11 @@ class RolloutConfig(Settings):
         description="Longest wait for the trainer, in seconds: for the first version of the policy, for the "
         "next, and for the acknowledgement of the end.",
     )
+
+    @property
+    def lead(self) -> int:
+        """Batches that are in fact sampled ahead: further ahead than the greatest age, all is too old."""
+        return min(self.max_lead, self.max_off_policy_steps)
 
     @property
     def batch_size(self) -> int:

@@ -3,10 +3,12 @@
 Owns everything between `Progress` (which position is next) and `assemble` (the batch): starting groups
 within the lead and the limit of concurrent episodes, giving up those that grew too old, judging those that
 have ended, and choosing those of a batch. A group that is given up is given back to `Progress` and sampled
-again; one that is dropped for want of signal, or failed, is done.
+again, as is, once, one that failed by outages of the policy server or of workers; any other that failed, or
+is dropped for want of signal, is done.
 
-Choosing: with a lead of 0 exactly the groups of one batch are ever under way, so a batch is a function of
-the plan and the episodes, whatever the timing. With a lead, groups are taken in order of completion.
+Choosing: with a lead of 0 (`RolloutConfig.lead`) exactly the groups of one batch are ever under way, so a
+batch is a function of the plan and the episodes, whatever the timing. With a lead, groups are taken in order
+of completion.
 
 A group is given up whole, with all its episodes, even if only one token is too old: its baseline belongs to
 all. What that wastes is counted.
@@ -31,9 +33,9 @@ from orchestrator.group import (
     JudgedGroup,
     Runner,
     TaskSource,
-    check_episode,
     derive_seed,
     judge,
+    run_episode,
 )
 from orchestrator.limits import EmptyRule, ErrorRate
 from orchestrator.plan import Draw
@@ -55,6 +57,8 @@ class Tally:
     wasted_tokens: int = 0
     stats: list[EpisodeStats] = field(default_factory=list)
     """Of the valid episodes of groups that were dropped."""
+    num_outage: int = 0
+    """Groups that failed by outages and are sampled again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,8 @@ class Dispatcher:
         self._flights: dict[int, _Flight] = {}
         # In order of completion. With on_no_signal = "shrink" a group that was dropped keeps its place here.
         self._finished: list[JudgedGroup] = []
+        # Positions that have been given back for an outage, and are not done.
+        self._retried: set[int] = set()
         self._tally = Tally()
         self._error_rate = ErrorRate(rollout.max_error_rate)
         self._empty_rule = EmptyRule(rollout)
@@ -163,7 +169,7 @@ class Dispatcher:
                 assert flight.task is not None
                 flight.task.cancel()
                 del self._flights[flight.draw.position]
-                self._give_back(flight.draw, flight.num_sampled)
+                self._give_up(flight.draw, flight.num_sampled)
 
     def take(self, step: int) -> Taken | None:
         """The groups of batch `step`, or None if there are not enough yet. No token of them is older than
@@ -182,7 +188,7 @@ class Dispatcher:
             if groups:
                 break
         for group in groups:
-            self._progress.finish(group.draw)
+            self._finish(group.draw)
         tally, self._tally = self._tally, Tally()
         return Taken(groups, tally)
 
@@ -190,12 +196,12 @@ class Dispatcher:
         kept: list[JudgedGroup] = []
         for group in self._finished:
             if is_too_old(step, group.oldest_version, self._rollout.max_off_policy_steps):
-                self._give_back(group.draw, group.num_sampled)
+                self._give_up(group.draw, group.num_sampled)
             else:
                 kept.append(group)
         self._finished = kept
 
-    def _give_back(self, draw: Draw, num_sampled: int) -> None:
+    def _give_up(self, draw: Draw, num_sampled: int) -> None:
         self._tally.num_stale += 1
         self._tally.wasted_tokens += num_sampled
         self._progress.give_back(draw)
@@ -232,8 +238,14 @@ class Dispatcher:
         try:
             async with self._limiter:
                 flight.versions[index] = self._version
-                episode = await self._runner.run(source, task, sampling=self._sampling, seed=seed)
-            check_episode(episode)
+                episode = await run_episode(
+                    self._runner,
+                    source,
+                    task,
+                    sampling=self._sampling,
+                    seed=seed,
+                    timeout_seconds=self._rollout.episode_timeout_seconds,
+                )
             flight.versions[index] = episode.oldest_version
             flight.num_sampled += episode.num_sampled
         except EpisodeFailed as failure:
@@ -253,8 +265,13 @@ class Dispatcher:
         if group.outcome == "signal":
             self._finished.append(group)
             return
-        self._progress.finish(group.draw)
         self._tally.wasted_tokens += group.num_sampled
+        if group.is_outage and group.draw.position not in self._retried:
+            self._retried.add(group.draw.position)
+            self._tally.num_outage += 1
+            self._progress.give_back(group.draw)
+            return
+        self._finish(group.draw)
         self._tally.stats.extend(group.stats)
         if group.outcome == "no_signal":
             self._tally.num_no_signal += 1
@@ -263,9 +280,13 @@ class Dispatcher:
         if self._rollout.on_no_signal == "shrink":
             self._finished.append(group)
 
+    def _finish(self, draw: Draw) -> None:
+        self._retried.discard(draw.position)
+        self._progress.finish(draw)
+
 
 def places_for(config: RolloutConfig) -> int:
     """Episodes that may run at a time."""
     if config.max_concurrent is not None:
         return config.max_concurrent
-    return (config.max_lead + 1) * config.batch_size
+    return (config.lead + 1) * config.batch_size

@@ -24,8 +24,8 @@ from contract.sections import SamplingConfig
 from orchestrator.background import run_all
 from orchestrator.config import EvaluationConfig
 from orchestrator.environment.failure import EpisodeFailed
-from orchestrator.group import Runner, TaskSource, check_episode, derive_seed
-from orchestrator.trace import describe_episode, evaluation_path, write_trace
+from orchestrator.group import Runner, TaskSource, derive_seed, run_episode
+from orchestrator.trace import describe_episode, evaluation_path, read_trace, write_trace
 from telemetry.console import Console
 from telemetry.log import log_to_file, terminal
 
@@ -62,6 +62,7 @@ class Evaluator:
         seed: int,
         limiter: asyncio.Semaphore,
         rollouts: Path,
+        episode_timeout_seconds: float,
     ) -> None:
         """
         Args:
@@ -69,6 +70,7 @@ class Evaluator:
             sampling: of training, for where `config` has none.
             limiter: a place for each episode that may run at a time.
             rollouts: folder of the traces.
+            episode_timeout_seconds: longest episode; then it counts as failed.
         """
         self._config = config
         self._sources = sources
@@ -77,6 +79,7 @@ class Evaluator:
         self._seed = seed
         self._limiter = limiter
         self._rollouts = rollouts
+        self._timeout_seconds = episode_timeout_seconds
         self.num_episodes_ended = 0
         """Since the start; a run that stands still is told by it."""
 
@@ -105,11 +108,28 @@ class Evaluator:
         )
         rows = [_trace_row(answer, version) for answer in answers]
         await asyncio.to_thread(write_trace, evaluation_path(self._rollouts, version), rows)
-        metrics: dict[str, float] = {}
-        for source in self._sources:
-            own = [answer for answer in answers if answer.source == source.title]
-            metrics.update(self._source_metrics(source.title, own, version))
+        metrics = self._metrics(rows, version, self._sources)
         self._print(answers, metrics, version)
+        return metrics
+
+    def recall(self, version: int) -> dict[str, float]:
+        """The metrics of an evaluation that an earlier process finished, from its trace; empty if it left
+        none. A source without an episode there, or without one that did not fail, has none.
+
+        Raises:
+            RunFolderError: the trace cannot be read.
+        """
+        rows = read_trace(evaluation_path(self._rollouts, version))
+        answered = {row["source"] for row in rows if "failed" not in row}
+        return self._metrics(rows, version, [one for one in self._sources if one.title in answered])
+
+    def _metrics(
+        self, rows: Sequence[Mapping[str, Any]], version: int, sources: Sequence[TaskSource]
+    ) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for source in sources:
+            own = [row for row in rows if row["source"] == source.title]
+            metrics.update(self._source_metrics(source.title, own, version))
         return metrics
 
     async def _answer(self, source: TaskSource, index: int, sample: int, number: int) -> Answer:
@@ -117,25 +137,33 @@ class Evaluator:
         try:
             async with self._limiter:
                 task = await source.task(index)
-                episode = await self._runner.run(source, task, sampling=self._sampling, seed=seed)
-            check_episode(episode)
+                episode = await run_episode(
+                    self._runner,
+                    source,
+                    task,
+                    sampling=self._sampling,
+                    seed=seed,
+                    timeout_seconds=self._timeout_seconds,
+                )
             return Answer(source.title, index, sample, episode)
         except EpisodeFailed as failure:
             return Answer(source.title, index, sample, failure)
         finally:
             self.num_episodes_ended += 1
 
-    def _source_metrics(self, title: str, answers: Sequence[Answer], version: int) -> dict[str, float]:
-        failures = [answer.result for answer in answers if isinstance(answer.result, EpisodeFailed)]
+    def _source_metrics(
+        self, title: str, rows: Sequence[Mapping[str, Any]], version: int
+    ) -> dict[str, float]:
+        failures = [f"{row['failed']}: {row['error']}" for row in rows if "failed" in row]
         rewards: dict[int, list[float]] = {}
         lengths: list[int] = []
-        for answer in answers:
-            if not isinstance(answer.result, EpisodeFailed):
-                rewards.setdefault(answer.task, []).append(answer.result.reward)
-                lengths.append(answer.result.num_sampled)
+        for row in rows:
+            if "failed" not in row:
+                rewards.setdefault(row["task"], []).append(row["reward"])
+                lengths.append(row["num_tokens"])
         if not rewards:
             raise EnvironmentFailure(
-                f"all {len(answers)} episodes of evaluation source {title!r} failed at version {version}; "
+                f"all {len(rows)} episodes of evaluation source {title!r} failed at version {version}; "
                 f"the first error was {failures[0]}"
             )
         if failures:
@@ -144,7 +172,7 @@ class Evaluator:
                 title,
                 version,
                 len(failures),
-                len(answers),
+                len(rows),
                 failures[0],
             )
         valid = [reward for group in rewards.values() for reward in group]

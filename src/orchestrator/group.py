@@ -6,6 +6,7 @@ A group is known by its position in the plan, never by the text of its prompt.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ Outcome = Literal["signal", "no_signal", "failed"]
 
 _MIN_VALID = 2
 """Fewer episodes have nothing to be compared with."""
+_OUTAGES = frozenset({"server", "worker"})
+"""Kinds of failures that happen to an episode, and may not happen to it again."""
 
 
 class TaskSource(Protocol):
@@ -88,6 +91,7 @@ class JudgedGroup:
         stats: of every valid episode.
         oldest_version: that sampled a token of `episodes`; None if there is none.
         failure: of the first of its episodes that failed.
+        is_outage: it has failed, and would not have without the outages of policy server and workers.
     """
 
     draw: Draw
@@ -97,6 +101,7 @@ class JudgedGroup:
     stats: Sequence[EpisodeStats]
     oldest_version: int | None
     failure: EpisodeFailed | None
+    is_outage: bool = False
 
     @property
     def num_sampled(self) -> int:
@@ -126,9 +131,12 @@ def judge(
         EpisodeStats(draw.position, i, source, one.reward, one.rewards, one.num_sampled, one.is_truncated)
         for i, one in valid
     ]
-    failure = next((one for one in outcomes if isinstance(one, EpisodeFailed)), None)
+    failures = [one for one in outcomes if isinstance(one, EpisodeFailed)]
+    failure = failures[0] if failures else None
     if len(valid) < _MIN_VALID:
-        return JudgedGroup(draw, source, "failed", (), stats, None, failure)
+        num_outages = sum(one.kind in _OUTAGES for one in failures)
+        is_outage = len(valid) + num_outages >= _MIN_VALID
+        return JudgedGroup(draw, source, "failed", (), stats, None, failure, is_outage)
     advantages = credit.advantages([one.reward for _, one in valid])
     scored = [
         ScoredEpisode(
@@ -150,6 +158,29 @@ def check_episode(episode: Episode) -> None:
         raise EpisodeFailed("empty", "the policy drew no token")
     if not math.isfinite(episode.reward):
         raise EpisodeFailed("environment", f"the reward is {episode.reward}; it must be a finite number")
+
+
+async def run_episode(
+    runner: Runner, source: Any, task: Any, *, sampling: SamplingConfig, seed: int, timeout_seconds: float
+) -> Episode:
+    """One episode that something can be learned from.
+
+    Raises:
+        EpisodeFailed: it failed, took longer than `timeout_seconds` (`timeout`), or teaches nothing.
+    """
+    limit = asyncio.timeout(timeout_seconds)
+    try:
+        async with limit:
+            episode = await runner.run(source, task, sampling=sampling, seed=seed)
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise EpisodeFailed(
+            "timeout",
+            f"the episode was not over within rollout.episode_timeout_seconds = {timeout_seconds:g}",
+        ) from error
+    check_episode(episode)
+    return episode
 
 
 def derive_seed(*parts: int) -> int:

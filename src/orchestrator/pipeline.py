@@ -13,18 +13,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from contract.channel.base import Sender
-from contract.errors import ChannelError, EnvironmentFailure, PolicyServerError, PublishError
+from contract.errors import ChannelError, EnvironmentFailure, PolicyServerError, PublishError, RunFolderError
 from contract.rollout import RolloutBatch, RunEnd, encode_message
 from orchestrator.assemble import BatchInfo, build_batch, trace_rows
 from orchestrator.background import Background, LoopLag, time_limit
 from orchestrator.dispatch import Dispatcher, Taken
 from orchestrator.evaluate import Evaluator, print_comparison
-from orchestrator.progress import Progress
+from orchestrator.progress import Progress, Snapshot
 from orchestrator.trace import trace_path, write_trace
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class Span:
         run_id: what messages carry.
         first_version: that training goes on from: 0, or the step of the checkpoint.
         max_steps: the last batch.
-        is_synchronous: nothing is sampled while an evaluation runs.
+        is_synchronous: there is no lead, and nothing is sampled while an evaluation runs.
         rollouts: folder of the traces.
         episode_seconds: longest time in which no episode ends while some are under way.
         version_seconds: longest wait for the next version, and for the acknowledgement of the end.
@@ -67,7 +68,11 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the loop drives; whoever made them closes them, but for `background`."""
+    """What the loop drives; whoever made them closes them, but for `background`.
+
+    Attributes:
+        counts: what was counted since the start, by name; metrics say how much since the last batch.
+    """
 
     client: VersionClient
     sender: Sender
@@ -76,30 +81,44 @@ class Parts:
     evaluator: Evaluator | None
     background: Background
     lag: LoopLag
+    counts: Callable[[], Mapping[str, int]]
 
 
 class Pipeline:
     """One run from `first_version` to `max_steps`."""
 
-    def __init__(self, span: Span, parts: Parts, baseline: dict[str, float] | None = None) -> None:
+    def __init__(self, span: Span, parts: Parts, snapshot: Snapshot | None = None) -> None:
         """
         Args:
-            baseline: metrics of the evaluation before training, of a run that goes on.
+            snapshot: of a run that goes on.
         """
         self._span = span
         self._parts = parts
-        self._baseline = dict(baseline or {})
+        self._baseline = {} if snapshot is None else dict(snapshot.baseline)
         self._version = span.first_version
         self._step = span.first_version + 1
         # Versions up to this one have been evaluated, or were not due.
         self._version_checked = span.first_version - 1
         self._evaluating: int | None = None
-        self._evaluation: dict[str, float] = {}
+        # Finished ones that no message has had yet, by version.
+        self._evaluations: dict[int, dict[str, float]] = {}
+        self._last_evaluated = None if snapshot is None else snapshot.evaluated
+        self._counts = dict(parts.counts())
         now = time.monotonic()
         self._marker: tuple[int, ...] = ()
         self._marker_time = now
         self._batch_begin = now
         self._idle_seconds = 0.0
+
+    def status(self) -> dict[str, int]:
+        """What it is at, for the console."""
+        dispatcher = self._parts.dispatcher
+        return {
+            "batch": min(self._step, self._span.max_steps),
+            "version": self._version,
+            "groups in flight": dispatcher.num_in_flight,
+            "episodes": dispatcher.num_episodes_ended,
+        }
 
     async def run(self) -> None:
         """Sample and ship every batch, then end the run in agreement with the trainer.
@@ -112,6 +131,7 @@ class Pipeline:
         """
         background = self._parts.background
         try:
+            await self._recall_evaluations()
             await self._wait_for_first_version()
             background.start(self._parts.lag.run(), "event loop lag")
             background.start(self._follow_version(), "policy version")
@@ -141,8 +161,9 @@ class Pipeline:
     async def _ship(self, taken: Taken) -> None:
         span, step = self._span, self._step
         # Before anything is awaited: the snapshot is of the moment in which the groups were chosen.
-        snapshot = self._parts.progress.snapshot(step, self._baseline)
-        info = BatchInfo(span.run_id, step, self._parts.progress.epoch, snapshot, self._take_evaluation())
+        snapshot = self._parts.progress.snapshot(step, self._baseline, self._evaluated())
+        extra = {**self._take_evaluation(), **self._take_counts()}
+        info = BatchInfo(span.run_id, step, self._parts.progress.epoch, snapshot, extra)
         batch = build_batch(taken, info)
         batch.metrics.update(self._times(batch))
         await asyncio.to_thread(write_trace, trace_path(span.rollouts, step), trace_rows(taken.groups, step))
@@ -226,16 +247,60 @@ class Pipeline:
         if version == 0:
             self._baseline = metrics
         seconds = time.monotonic() - begin
-        self._evaluation = {**metrics, "eval/version": float(version), "time/evaluation": seconds}
+        self._evaluations[version] = {**metrics, "time/evaluation": seconds}
         self._evaluating = None
 
     def _evaluation_holds_sampling(self) -> bool:
         """Version 0 is the measure that the end is compared with: nothing may change it meanwhile."""
         return self._evaluating is not None and (self._span.is_synchronous or self._evaluating == 0)
 
+    async def _recall_evaluations(self) -> None:
+        """Of versions whose weights are gone: all that is left is what the earlier process wrote."""
+        evaluator, last = self._parts.evaluator, self._last_evaluated
+        if evaluator is None or last is None:
+            return
+        versions, reason = range(last + 1, self._span.first_version), "it was not finished"
+        for version in versions:
+            try:
+                metrics = await asyncio.to_thread(evaluator.recall, version)
+            except RunFolderError as error:  # numbers for a chart: no reason not to train
+                metrics, reason = {}, str(error)
+            if metrics:
+                self._evaluations[version] = metrics
+        due = [version for version in versions if evaluator.is_due(version, self._span.max_steps)]
+        if due and not self._evaluations:
+            logger.warning(
+                "the evaluation of version %d, due when the run was stopped, has no result: %s",
+                due[-1],
+                reason,
+            )
+
+    def _evaluated(self) -> int | None:
+        """See `Snapshot`."""
+        if self._parts.evaluator is None:
+            return None
+        return self._version_checked if self._evaluating is None else self._evaluating - 1
+
     def _take_evaluation(self) -> dict[str, float]:
-        metrics, self._evaluation = self._evaluation, {}
-        return metrics
+        """The metrics of the newest that no message has had."""
+        if not self._evaluations:
+            return {}
+        found, self._evaluations = self._evaluations, {}
+        newest = max(found)
+        for version in sorted(found.keys() - {newest}):
+            values = ", ".join(f"{name} {value:.4g}" for name, value in found[version].items())
+            logger.info(
+                "the evaluation of version %d is not among the metrics, where that of version %d takes its "
+                "place: %s",
+                version,
+                newest,
+                values,
+            )
+        return {**found[newest], "eval/version": float(newest)}
+
+    def _take_counts(self) -> dict[str, float]:
+        before, self._counts = self._counts, dict(self._parts.counts())
+        return {name: float(count - before.get(name, 0)) for name, count in self._counts.items()}
 
     # -- time
 

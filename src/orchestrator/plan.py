@@ -8,8 +8,8 @@ in memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -19,11 +19,15 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True)
 class PlannedSource:
-    """What the plan knows of a source: its name, its share of the tasks, and how many tasks it has."""
+    """What the plan knows of a source: its name, its share of the tasks, and how many tasks it has; and, as
+    a number means another task there, of which environment under which settings.
+    """
 
     title: str
     weight: float
     num_tasks: int
+    environment: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Draw(msgspec.Struct, frozen=True):
@@ -104,11 +108,16 @@ class Plan:
         Args:
             group_size: episodes of each position.
         """
-        return {
+        identity = {
             "seed": self._seed,
             "rollout.group_size": group_size,
-            "sources": [[source.title, source.weight, source.num_tasks] for source in self._sources],
+            "sources": [
+                [source.title, source.weight, source.num_tasks, source.environment, dict(source.settings)]
+                for source in self._sources
+            ],
         }
+        # As it comes back from a file, or dates and tuples in settings would differ from themselves.
+        return msgspec.json.decode(msgspec.json.encode(identity))
 
     def _permutation(self, source: int, epoch: int) -> npt.NDArray[np.int64]:
         cached = self._permutations.get(source)

@@ -29,6 +29,8 @@ class Snapshot(msgspec.Struct, frozen=True):
         counts: `Plan.counts`.
         outstanding: positions that are neither trained on nor dropped.
         baseline: metrics of the evaluation before training, for the comparison at the end; may be empty.
+        evaluated: version up to which evaluations are in the metrics of the batches up to `step`; None
+            without evaluations.
     """
 
     format_version: int
@@ -37,6 +39,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     counts: list[int]
     outstanding: list[Draw]
     baseline: dict[str, float]
+    evaluated: int | None = None
 
 
 def load_snapshot(folder: Folder, identity: dict[str, Any]) -> Snapshot | None:
@@ -75,7 +78,8 @@ def load_snapshot(folder: Folder, identity: dict[str, Any]) -> Snapshot | None:
     if differing:
         raise DataError(
             f"the tasks are not those of the checkpoint, so its position means nothing here: "
-            f"{'; '.join(differing)} (a source is its name, weight and number of tasks). Set them as they "
+            f"{'; '.join(differing)} (a source is its name, weight, number of tasks, environment and "
+            f"settings). Set them as they "
             f"were, or {_ANEW}"
         )
     return snapshot
@@ -125,12 +129,12 @@ class Progress:
         """It was trained on, or dropped for good."""
         del self._outstanding[draw.position]
 
-    def snapshot(self, step: int, baseline: dict[str, float]) -> bytes:
+    def snapshot(self, step: int, baseline: dict[str, float], evaluated: int | None = None) -> bytes:
         """The state now, as the content of the checkpoint's file.
 
         Args:
             step: of the batch that was just taken.
-            baseline: see `Snapshot`.
+            baseline: see `Snapshot`; so for `evaluated`.
         """
         outstanding = [self._outstanding[position] for position in sorted(self._outstanding)]
         return msgspec.json.encode(
@@ -141,5 +145,6 @@ class Progress:
                 list(self._plan.counts),
                 outstanding,
                 baseline,
+                evaluated,
             )
         )

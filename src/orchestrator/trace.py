@@ -44,6 +44,20 @@ def describe_episode(episode: Episode) -> dict[str, Any]:
     }
 
 
+def read_trace(path: Path) -> list[dict[str, Any]]:
+    """What `write_trace` wrote; empty if there is no such file.
+
+    Raises:
+        RunFolderError: the file cannot be read, or is no trace.
+    """
+    try:
+        return [msgspec.json.decode(line, type=dict[str, Any]) for line in path.read_bytes().splitlines()]
+    except FileNotFoundError:
+        return []
+    except (OSError, msgspec.DecodeError) as error:
+        raise RunFolderError(f"cannot read the trace {path}: {error}") from error
+
+
 def write_trace(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write one object a line, replacing an older file.
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from rich.console import Console as RichConsole
 
 from contract.channel.build import open_receiver
-from contract.errors import RunFolderError
 from contract.layout import RunFolder
 from contract.sections import ChannelConfig, FilesystemChannelConfig
 from telemetry.log import terminal
@@ -107,7 +106,7 @@ def open_stream(
         ChannelError: the channel cannot be opened.
         RunFolderError: the run has no id.
     """
-    run_id = _read_run_id(folder)
+    run_id = folder.read_run_id()
     receiver = open_receiver(config.channel, folder) if process.is_main else None
     if receiver is not None:
         stack.callback(receiver.close)
@@ -134,13 +133,3 @@ def _describe(channel: ChannelConfig, folder: RunFolder) -> str:
     if isinstance(channel, FilesystemChannelConfig):
         return f"through the folder {folder.channel}"
     return f"through ZMQ at {channel.host}:{channel.port}"
-
-
-def _read_run_id(folder: RunFolder) -> str:
-    try:
-        return folder.run_id.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise RunFolderError(
-            f"{folder.run_id}, by which the processes of an RL run know each other, cannot be read "
-            f"({error.strerror}); `rl` makes it when it starts the run"
-        ) from error

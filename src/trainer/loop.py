@@ -126,6 +126,8 @@ class Loop:
             self._save_last()
         if not decision.ending:
             self._run_hooks("finish")
+            # A hook that waits takes requests as the loop does.
+            decision = self._requests.decided
         return Outcome(steps_done, decision.ending, decision.signum)
 
     def _decide(self) -> Decision:

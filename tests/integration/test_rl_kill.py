@@ -12,7 +12,7 @@ from tests.support.rl_kills import KilledRun, Part, planned
 
 @pytest.mark.timeout(1200)
 def test_a_run_survives_the_kill_of_each_part_and_trains_the_tasks_of_its_plan_once(tmp_path: Path) -> None:
-    with KilledRun(tmp_path, random.Random(0), num_steps=24, max_lead=1) as run:
+    with KilledRun(tmp_path, random.Random(0), num_steps=16, max_lead=1) as run:
         parts: list[Part] = ["inference", "orchestrator", "trainer"]
         for part in parts:
             (kill,) = run.kill(part, "steps")

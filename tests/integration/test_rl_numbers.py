@@ -129,10 +129,8 @@ def test_without_a_lead_two_runs_of_one_seed_are_the_same_but_for_times(
     second = _run(tmp_path / "second")
     rewards = [record["reward/mean"] for record in _steps(first)]
     assert len(rewards) == 4 and len(set(rewards)) > 1
-    assert {(row["source"], row["num_turns"]) for row in _trained(first)} == {
-        ("sort-letters", 1),
-        ("Rounds", 3),
-    }
+    turns = {(row["source"], row["num_turns"]) for row in _trained(first)}
+    assert turns >= {("sort-letters", 1), ("Rounds", 3)}
     assert _numbers(first) == _numbers(second)
     assert _traces(first) == _traces(second)
 

@@ -195,9 +195,14 @@ class StartsOnce(Echo):
 
 
 class Lottery(Echo):
-    """Each episode has another reward, so that every group has a signal."""
+    """Each episode has another reward, which takes `seconds`: every group has a signal."""
+
+    def __init__(self, num_tasks: int = 100, seconds: float = 0.0) -> None:
+        super().__init__(num_tasks)
+        self.seconds = seconds
 
     def reward(self, task: Mapping[str, Any], messages: list[Message], state: dict[str, Any]) -> Any:
+        time.sleep(self.seconds)
         return random.random()
 
 

@@ -69,7 +69,8 @@ SOURCES: list[dict[str, Any]] = [
         "environment": "tests.support.environments:Lottery",
         "weight": 2,
         "num_workers": 2,
-        "settings": {"num_tasks": 7},
+        # So slow that many a worker is killed at a call.
+        "settings": {"num_tasks": 7, "seconds": 0.1},
     },
     {
         "name": "letters",
@@ -140,7 +141,10 @@ class KilledRun:
         self._drawn = drawn
         self._num_steps = num_steps
         self._max_lead = max_lead
-        self._environment = {**run_environment(root / "cache"), "PYTHONPATH": str(_ROOT)}
+        self._environment = {
+            **run_environment(root / "cache"),
+            "PYTHONPATH": f"{_ROOT}{os.pathsep}{_ROOT / 'src'}",
+        }
         self._commands: list[Command] = []
         self._committed = 0
         # Step that each attempt went on from, by its number.
@@ -191,8 +195,10 @@ class KilledRun:
         """Go on with the run to its end, also if it was complete."""
         self._await_end(self._start(), {0})
 
-    def check(self) -> None:
-        """Compare the completed run with the plan."""
+    def check(self) -> int:
+        """Compare the completed run with the plan; returns the number of episodes that were lost and
+        counted.
+        """
         entries = {entry.step: entry.state for entry in scan(self.folder.checkpoints)}
         steps = [*range(1, self._num_steps + 1)]
         # One more, where it was to be deleted when a kill came.
@@ -206,6 +212,7 @@ class KilledRun:
         assert [step for step, record in records.items() if "loss" in record] == steps
         self._check_tasks(records)
         self._check_versions()
+        return int(sum(record.get("episodes/failed", 0) for record in records.values()))
 
     # -- one attempt
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -181,6 +181,7 @@ class Setup:
     evaluation: EvaluationConfig | None = None
     episode_seconds: float = 20.0
     version_seconds: float = 20.0
+    counts: Callable[[], Mapping[str, int]] = dict
 
     def plan(self, counts: Sequence[int] | None = None) -> Plan:
         planned = [
@@ -208,6 +209,7 @@ class Setup:
                 seed=self.seed,
                 limiter=limiter,
                 rollouts=self.rollouts,
+                episode_timeout_seconds=self.rollout.episode_timeout_seconds,
             )
         dispatcher = Dispatcher(
             self.sources,
@@ -224,13 +226,13 @@ class Setup:
             "run",
             0 if state is None else state.step,
             self.max_steps,
-            self.rollout.max_lead == 0,
+            self.rollout.lead == 0,
             self.rollouts,
             self.episode_seconds,
             self.version_seconds,
         )
-        parts = Parts(trainer, trainer, progress, dispatcher, evaluator, background, LoopLag())
-        return Pipeline(span, parts, None if state is None else state.baseline)
+        parts = Parts(trainer, trainer, progress, dispatcher, evaluator, background, LoopLag(), self.counts)
+        return Pipeline(span, parts, state)
 
     async def run(self, trainer: FakeTrainer, runner: FakeRunner, snapshot: bytes | None = None) -> None:
         """To the end, within 60 seconds."""

@@ -311,7 +311,7 @@ def _preload() -> None:
         "transformers.tokenization_utils_fast",
         "renderers",
         "trainer.cli",
-        "launcher.sft",
+        "launcher.sft_run",
     ):
         importlib.import_module(name)
     # The collector of a child would otherwise visit, and so copy, everything that is imported here.

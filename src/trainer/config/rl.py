@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from contract.sections import (
     ChannelConfig,
@@ -65,6 +65,9 @@ class RLTrainConfig(TrainConfig):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
         description="Name of the run's folder in output_dir.",
     )
+    max_steps: Annotated[int, Field(ge=1)] = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
+        description="Updates in the run, counted from step 0.",
+    )
     seq_len: int = Field(
         default=1024,
         ge=8,
@@ -92,9 +95,3 @@ class RLTrainConfig(TrainConfig):
     server_key: str | None = Field(
         default=None, description="API key of the policy servers; None sends none."
     )
-
-    @model_validator(mode="after")
-    def _check_end(self) -> RLTrainConfig:
-        if self.max_steps is None:
-            raise ValueError("nothing ends this run: set max_steps")
-        return self

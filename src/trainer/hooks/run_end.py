@@ -19,7 +19,8 @@ class RunEndHook(BaseHook):
     """After the last step waits until the orchestrator ends the run, and reports the metrics of that.
 
     Also of a run whose steps were all done when it began: an attempt that died between its last save and the
-    end leaves that to the next one.
+    end leaves that to the next one. So does one that is asked to end or to pause meanwhile: everything is
+    saved, and the loop ends by what was decided here.
     """
 
     def __init__(self, source: StreamSource, process: Process, requests: Requests) -> None:
@@ -34,7 +35,7 @@ class RunEndHook(BaseHook):
             ChannelError: the message does not come in time, or is not the one that is due.
         """
         while (end := self._source.next_end()) is PENDING:
-            if self._requests.agree(self._process):
+            if self._requests.decide(self._process, state.step).ending:
                 if self._process.is_main:
                     logger.warning("step %d: the last evaluation is not waited for", state.step)
                 return {}

@@ -55,7 +55,11 @@ class Decision:
 
 
 class Requests:
-    """What this process was asked for and has not been decided yet."""
+    """What this process was asked for and has not been decided yet.
+
+    Attributes:
+        decided: the last decision.
+    """
 
     def __init__(
         self, folder: RunFolder | None = None, *, can_save: bool = True, max_minutes: float | None = None
@@ -67,6 +71,7 @@ class Requests:
             max_minutes: limit from the start of this process; it ends the run whether that can save or not.
         """
         self.signum = 0
+        self.decided = Decision()
         self._folder = folder
         self._can_save = can_save
         self._max_minutes = max_minutes
@@ -122,7 +127,8 @@ class Requests:
             for request in control.REQUESTS:
                 if files[request]:
                     self._answer(request, step, ending)
-        return Decision(ending, int(signum), bool(save) and self._can_save and not ending)
+        self.decided = Decision(ending, int(signum), bool(save) and self._can_save and not ending)
+        return self.decided
 
     def receive(self, signum: int, frame: FrameType | None) -> None:
         """Handler of the ending signals, on the main thread.

@@ -34,6 +34,7 @@ NO_SNAPSHOT = b"null"
 """In place of the orchestrator's state, before the first batch."""
 
 _NOTHING, _FRAME, _ERROR = range(3)
+_END = "end of the run from the orchestrator, whose last evaluation comes before it,"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,9 @@ class StreamSource:
             ChannelError: a message did not come in time, is damaged, or not the one that is due; raised on
                 every rank.
         """
-        message = self._next_message() if self.end is None else self.end
+        message = (
+            self._next_message(f"batch for step {self._state.step + 1}") if self.end is None else self.end
+        )
         if isinstance(message, Pending):
             return PENDING
         if isinstance(message, RunEnd):
@@ -125,7 +128,7 @@ class StreamSource:
         Raises:
             ChannelError: as `next_step`; also if another batch comes.
         """
-        message = self._next_message() if self.end is None else self.end
+        message = self._next_message(_END) if self.end is None else self.end
         if isinstance(message, RolloutBatch):
             raise ChannelError(
                 f"after the last step, {self._state.step}, a batch for step {message.step} came through "
@@ -153,11 +156,15 @@ class StreamSource:
         """Lines for the start-up summary: title and value."""
         return {"data": f"rollouts, {self._place}"}
 
-    def _next_message(self) -> Message | Pending:
+    def _next_message(self, awaited: str) -> Message | Pending:
+        """
+        Args:
+            awaited: what is waited for, in words.
+        """
         kind, content, error = _NOTHING, b"", None
         if self._process.is_main:
             try:
-                frame = self._receive()
+                frame = self._receive(awaited)
                 kind, content = (_NOTHING, b"") if frame is None else (_FRAME, frame)
             except Exception as failure:  # the others wait for this rank, and must learn of every failure
                 told = str(failure) if isinstance(failure, TailraceError) else f"rank 0: {failure!r}"
@@ -174,7 +181,7 @@ class StreamSource:
             self.end = message
         return message
 
-    def _receive(self) -> bytes | None:
+    def _receive(self, awaited: str) -> bytes | None:
         """On rank 0: the next frame, checked and acknowledged; None if it has not come yet."""
         assert self._receiver is not None
         sequence = self._state.step + 1
@@ -185,7 +192,7 @@ class StreamSource:
         if frame is None:
             if self._clock() >= self._deadline:
                 raise ChannelError(
-                    f"no batch for step {sequence} came within batch_timeout_seconds = "
+                    f"no {awaited} came within batch_timeout_seconds = "
                     f"{self._timeout_seconds:g} s; the trainer waits for it {self._place}"
                 )
             return None

@@ -5,6 +5,7 @@ Most of the time is their start: all of them start at once.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -116,6 +117,8 @@ def test_a_signal_ends_it_with_its_code_and_frees_the_port(servers: dict[str, Se
     server = servers["idle"]
     server.wait_until_ready()
     assert read_pid(server.folder, "inference") == server.process.pid
+    status = json.loads((server.folder / "inference.status.json").read_text())  # for the launcher's panel
+    assert status == {"version": 0, "running": 0, "waiting": 0, "tokens": 0}
     server.process.send_signal(signal.SIGTERM)
     code, output, record = server.finish()
     assert code == 128 + signal.SIGTERM and record.message == "ended by SIGTERM"

@@ -154,11 +154,11 @@ def test_every_route_but_health_asks_for_the_key(tokenizer: Any) -> None:
 def test_health_tells_the_state_and_fails_with_the_engine(tokenizer: Any) -> None:
     async def check() -> None:
         engine = FakeEngine(tokenizer)
-        async with serve(engine) as client:
+        async with serve(engine, run_id="12ab") as client:
             await client.generate("a", [5], max_tokens=3)
             health = (await client.http.get("/health")).json()
             assert health["status"] == "ok" and health["version"] == 0 and not health["paused"]
-            assert health["progress"]["drawn_tokens"] == 3
+            assert health["progress"]["drawn_tokens"] == 3 and health["run_id"] == "12ab"
             await client.post("/pause")
             assert (await client.http.get("/health")).json()["paused"]
             await client.post("/resume")

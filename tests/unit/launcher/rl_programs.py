@@ -7,6 +7,7 @@ python -m tests.unit.launcher.rl_programs part BEHAVIOUR FOLDER NAME PORT
 from __future__ import annotations
 
 import http.server
+import json
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from launcher.supervisor import RunSpec, Supervisor
 from launcher.view import View
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_RUN_ID = "12ab"
 
 
 @holding_pause_signal()
@@ -41,7 +43,8 @@ def _supervise(behaviour: str, folder: Path, grace_seconds: float) -> int:
         orchestrator=part(ORCHESTRATOR),
         trainer=part(TRAINER, 1),
         server_urls=[f"http://127.0.0.1:{port}"],
-        start_seconds=1.5 if behaviour == "never_healthy" else 60.0,
+        run_id=_RUN_ID,
+        start_seconds=1.5 if behaviour in ("never_healthy", "other_run") else 60.0,
         grace_seconds=grace_seconds,
         metrics=folder / "metrics.jsonl",
         watchdog_seconds=2.0 if behaviour == "stuck" else None,
@@ -90,9 +93,10 @@ class Part:
             self.note("saved", f"{self.signals} {self.answers()}")
         self.end(128 + self.signals[0], "told to end")
 
-    def serve(self) -> None:
+    def serve(self, run_id: str = _RUN_ID) -> None:
         """Answer that all is well, in a thread."""
         server = http.server.HTTPServer(("127.0.0.1", self.port), _Health)
+        server.run_id = run_id  # pyright: ignore[reportAttributeAccessIssue]
         threading.Thread(target=server.serve_forever, daemon=True).start()
 
     def answers(self) -> bool:
@@ -165,6 +169,11 @@ class Part:
         print("loading", flush=True)
         self.wait()
 
+    def inference_other_run(self) -> None:
+        """Lost the race for its port to the server of another run, which answers in its stead."""
+        self.serve("34cd")
+        self.wait()
+
     def orchestrator_stuck(self) -> None:
         self.note("ready_orchestrator")
         threading.Event().wait()
@@ -177,6 +186,7 @@ class _Health(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200)
         self.end_headers()
+        self.wfile.write(json.dumps({"run_id": self.server.run_id}).encode())  # pyright: ignore[reportAttributeAccessIssue]
 
     def log_message(self, format: str, *args: object) -> None:
         pass

@@ -171,6 +171,25 @@ def test_a_dry_run_leaves_the_configuration_of_a_run_alone(
     assert not folder.logs.exists()
 
 
+def test_every_file_with_a_key_is_for_its_owner_alone(tmp_path: Path, load: Callable[..., RLConfig]) -> None:
+    folder = _folder(load())
+    argv = ["@", str(tmp_path / "rl.toml"), "--output-dir", str(tmp_path / "out"), "--dry-run"]
+    assert rl.main([*argv, "--inference.api-key", "k"]) == 0
+    modes = {entry.name: entry.stat().st_mode & 0o777 for entry in folder.config.iterdir()}
+    names = ("rl", "trainer", "orchestrator", "inference")
+    assert modes == {f"{name}.toml": 0o600 for name in names}
+
+
+def test_a_run_without_a_number_of_updates_is_refused(tmp_path: Path, load: Callable[..., RLConfig]) -> None:
+    path = tmp_path / "rl.toml"
+    path.write_text(path.read_text().replace("max_steps = 3\n", ""))
+    with pytest.raises(ConfigError, match="max_steps"):
+        load()
+    with pytest.raises(ConfigError, match="max_steps"):
+        load("--max-steps", "None")
+    assert RLConfig.model_fields["max_steps"].description == "Updates in the run, counted from step 0."
+
+
 def test_a_port_that_is_in_use_is_refused_with_its_key(load: Callable[..., RLConfig]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

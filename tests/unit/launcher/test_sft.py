@@ -14,7 +14,7 @@ import pytest
 from contract.errors import ConfigError
 from contract.layout import RunFolder
 from contract.settings.load import load_file, load_settings
-from launcher import sft
+from launcher import sft, sft_run
 from trainer.config import SFTConfig
 
 _ROOT = Path(__file__).parents[3]
@@ -96,16 +96,16 @@ def test_a_folder_that_holds_a_run_is_refused_before_anything_is_written(
 
 
 def test_a_defaulted_number_of_processes_is_checked_like_a_given_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sft, "count_gpus", lambda: 3)
+    monkeypatch.setattr(sft_run, "count_gpus", lambda: 3)
     with pytest.raises(
         ConfigError, match=r"data.batch_size = 8 .* deployment.num_processes = 3.*one per GPU"
     ):
-        sft._number_of_processes(_config())
+        sft_run._number_of_processes(_config())
     with pytest.raises(ConfigError, match="dp_replicate = 2 does not divide"):
-        sft._number_of_processes(_config("--data.batch-size", "9", "--deployment.dp-replicate", "2"))
-    assert sft._number_of_processes(_config("--data.batch-size", "9")) == 3
-    assert sft._number_of_processes(_config("--deployment.device", "cpu")) == 1
-    assert sft._number_of_processes(_config("--deployment.num-processes", "2")) == 2
+        sft_run._number_of_processes(_config("--data.batch-size", "9", "--deployment.dp-replicate", "2"))
+    assert sft_run._number_of_processes(_config("--data.batch-size", "9")) == 3
+    assert sft_run._number_of_processes(_config("--deployment.device", "cpu")) == 1
+    assert sft_run._number_of_processes(_config("--deployment.num-processes", "2")) == 2
 
 
 def test_a_contradiction_with_an_outer_torchrun_is_refused_on_every_rank(
@@ -124,8 +124,8 @@ def test_a_contradiction_with_an_outer_torchrun_is_refused_on_every_rank(
 
 def test_under_an_outer_torchrun_only_rank_0_writes_and_others_follow_it(tmp_path: Path) -> None:
     environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    rank_0 = sft.OuterRank.from_environment(environment)
-    rank_1 = sft.OuterRank.from_environment({**environment, "RANK": "1"})
+    rank_0 = sft_run.OuterRank.from_environment(environment)
+    rank_1 = sft_run.OuterRank.from_environment({**environment, "RANK": "1"})
     assert rank_0 is not None and rank_1 is not None and rank_0.local_world_size == 2
     folder = RunFolder(tmp_path / "sft")
     for name, launch_id, age in (("attempt_1", rank_0.launch_id, 3600), ("attempt_2", "another", 0)):
@@ -134,7 +134,32 @@ def test_under_an_outer_torchrun_only_rank_0_writes_and_others_follow_it(tmp_pat
         outer.write_text(json.dumps({"launch_id": launch_id}))
         os.utime(outer, (time.time() - age, time.time() - age))
     config = _config("--output-dir", str(tmp_path))
-    _, attempt = sft._prepare_as_rank(config, folder, rank_0)
+    _, attempt = sft_run._prepare_as_rank(config, folder, rank_0)
     assert attempt.name == "attempt_3"
-    assert sft._prepare_as_rank(config, folder, rank_1) == (attempt / "sft.toml", attempt)
-    assert sft.OuterRank.from_environment({}) is None
+    assert sft_run._prepare_as_rank(config, folder, rank_1) == (attempt / "sft.toml", attempt)
+    assert sft_run.OuterRank.from_environment({}) is None
+
+
+def test_until_it_is_in_charge_of_signals_the_command_imports_only_the_standard_library() -> None:
+    code = (
+        "import sys\nknown = set(sys.modules)\nimport launcher.sft\n"
+        "names = {name.partition('.')[0] for name in sys.modules.keys() - known}\n"
+        "print(sorted(names - set(sys.stdlib_module_names)))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert found.stdout.strip() == "['contract', 'launcher']", found.stderr
+
+
+def test_ctrl_c_while_the_libraries_are_imported_is_one_message() -> None:
+    code = (
+        "import os, signal, sys\nfrom importlib.abc import MetaPathFinder\nfrom launcher.sft import main\n"
+        "class Interrupting(MetaPathFinder):\n"
+        "    def find_spec(self, fullname, path, target=None):\n"
+        "        if fullname == 'pydantic':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "sys.exit(main(['--help']))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (found.returncode, found.stdout) == (130, "")
+    assert found.stderr == "ended by SIGINT before training began\n"

@@ -148,6 +148,10 @@ def _never_healthy(folder: Path) -> Result:
     return Launch("never_healthy", folder).finish()
 
 
+def _other_run(folder: Path) -> Result:
+    return Launch("other_run", folder).finish()
+
+
 def _exceed_grace(folder: Path) -> Result:
     launch = Launch("ignore", folder, grace_seconds=1.0)
     launch.wait_for(*_READY)
@@ -190,6 +194,7 @@ _SCENARIOS: list[Callable[[Path], Result]] = [
     _interrupt,
     _interrupt_at_start,
     _never_healthy,
+    _other_run,
     _exceed_grace,
     _third_signal,
     _kill_launcher,
@@ -298,6 +303,12 @@ def test_a_server_that_does_not_answer_in_time_is_a_failure_with_its_log(results
     result = results(_never_healthy)
     assert result.code == 1 and "within 1.5 s" in result.errors and "    loading" in result.errors
     assert result.alive == []
+
+
+def test_a_server_of_another_run_at_the_port_is_not_taken_for_the_own_one(results: Results) -> None:
+    result = results(_other_run)
+    assert result.code == 1 and "within 1.5 s" in result.errors
+    assert not (result.folder / "trainer.log").exists() and result.alive == []
 
 
 def test_parts_that_do_not_end_within_the_grace_time_are_killed(results: Results) -> None:

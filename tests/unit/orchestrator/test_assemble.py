@@ -42,7 +42,7 @@ def _taken() -> Taken:
         credit=GRPO(normalize_std=False),
         temperature=0.5,
     )
-    tally = Tally(1, 2, 3, Counter({"timeout": 4, "prompt too long": 1}), 50, list(equal.stats))
+    tally = Tally(1, 2, 3, Counter({"timeout": 4, "prompt too long": 1}), 50, list(equal.stats), 4)
     return Taken(_groups(), tally)
 
 
@@ -63,10 +63,11 @@ def test_metrics_of_a_batch() -> None:
             "length/truncated": 1 / 8,
             "groups/trained": 2.0,
             "groups/signal": 2 / 5,
-            "groups/dropped": 6.0,
+            "groups/dropped": 10.0,
             "groups/dropped_no_signal": 1.0,
             "groups/dropped_failed": 2.0,
             "groups/dropped_stale": 3.0,
+            "groups/dropped_outage": 4.0,
             "episodes/trained": 5.0,
             "episodes/failed": 5.0,
             "episodes/failed/timeout": 4.0,

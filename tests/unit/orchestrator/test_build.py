@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from contract.errors import CheckpointError, RunFolderError
-from contract.layout import RunFolder
+from contract.errors import CheckpointError, DataError
 from contract.sections import ModelFilesConfig
 from contract.store import StoreFolder
-from orchestrator.build import build_progress, longest_episode, read_run_id
+from inference.config import InferenceConfig
+from orchestrator.build import build_progress, longest_episode
 from orchestrator.config import OrchestratorConfig, RolloutConfig, SourceConfig
+from orchestrator.dispatch import places_for
 from tests.support.rollouts import FakeSource
 
 SOURCES = [FakeSource("one", 7), FakeSource("two", 4)]
@@ -69,14 +72,6 @@ def test_a_checkpoint_of_another_kind_of_run_is_refused(tmp_path: Path) -> None:
         build_progress(_config(str(tmp_path)), SOURCES)
 
 
-def test_a_run_is_known_by_its_id(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    with pytest.raises(RunFolderError, match="`rl` makes it"):
-        read_run_id(folder)
-    folder.run_id.write_text("12ab\n")
-    assert read_run_id(folder) == "12ab"
-
-
 @dataclass(frozen=True)
 class _Source:
     config: SourceConfig
@@ -88,3 +83,31 @@ def test_an_episode_may_take_what_its_limits_allow_while_others_are_before_it() 
     source = _Source(SourceConfig(environment="x:one", num_workers=4, timeout_seconds=5), max_turns=2)
     # Task, start, two turns and the reward, each behind the calls of two others at that worker.
     assert longest_episode(rollout, [source]) == 5 * 3 * 5 + 2 * 100 + 7  # pyright: ignore
+    # Or less, by the limit of the whole; the task is asked for before that begins.
+    rollout = rollout.model_copy(update={"episode_timeout_seconds": 40})
+    assert longest_episode(rollout, [source]) == 3 * 5 + 40 + 7  # pyright: ignore
+
+
+def test_by_default_a_turn_may_wait_for_all_other_episodes_to_be_drawn_before_it() -> None:
+    rollout = RolloutConfig()
+    rounds = math.ceil(places_for(rollout) / InferenceConfig.model_fields["engine"].get_default().max_batch)
+    assert rounds > 1 and rollout.request_timeout_seconds >= rounds * 600
+
+
+@pytest.mark.parametrize(("max_lead", "max_age", "lead"), [(0, 4, 0), (1, 0, 0), (3, 2, 2), (1, 4, 1)])
+def test_the_lead_is_bounded_by_the_age_of_tokens(max_lead: int, max_age: int, lead: int) -> None:
+    rollout = RolloutConfig(max_lead=max_lead, max_off_policy_steps=max_age)
+    assert rollout.lead == lead
+    assert places_for(rollout) == (lead + 1) * rollout.batch_size
+
+
+@pytest.mark.parametrize("changed", [{"environment": "y:one"}, {"settings": {"level": 2}}])
+def test_another_environment_with_as_many_tasks_is_refused(changed: dict[str, Any], tmp_path: Path) -> None:
+    progress, _ = build_progress(_config(None), SOURCES)
+    (tmp_path / "orchestrator").mkdir()
+    (tmp_path / "orchestrator/state.json").write_bytes(progress.snapshot(2, {}))
+    config = _config(str(tmp_path))
+    build_progress(config, SOURCES)
+    other = config.sources[0].model_copy(update=changed)
+    with pytest.raises(DataError, match=r"sources was .*number of tasks, environment and settings"):
+        build_progress(config.model_copy(update={"sources": [other, config.sources[1]]}), SOURCES)

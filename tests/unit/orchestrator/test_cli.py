@@ -129,8 +129,14 @@ def test_a_run_from_its_configuration_to_the_trainers_farewell(root: Path) -> No
 
     messages, code, output = asyncio.run(asyncio.wait_for(main(), 120))
     assert code == 0, output
+    status = json.loads((_attempt(root) / "orchestrator.status.json").read_text())
+    assert status.keys() == {"batch", "version", "groups in flight", "episodes"}
+    assert 1 <= status["batch"] <= 2 and 0 <= status["version"] <= 2
     *batches, end = messages
     assert [message.run_id for message in messages] == ["0123abcd"] * 3
+    for batch in batches:
+        assert isinstance(batch, RolloutBatch)
+        assert batch.metrics["environment/workers_replaced"] == batch.metrics["requests/retried"] == 0.0
     assert isinstance(end, RunEnd) and end.metrics["eval/version"] == 2.0
     for batch in batches:
         assert isinstance(batch, RolloutBatch)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from contract.errors import EnvironmentFailure
+from contract.errors import EnvironmentFailure, RunFolderError
 from contract.sections import SamplingConfig
 from orchestrator.config import EvaluationConfig, SourceConfig
 from orchestrator.environment.failure import EpisodeFailed
@@ -24,7 +24,13 @@ def _config(**values: Any) -> EvaluationConfig:
     return EvaluationConfig(sources=[SourceConfig(environment="x:held")], **values)
 
 
-def _evaluator(config: EvaluationConfig, runner: FakeRunner, folder: Path, num_tasks: int = 50) -> Evaluator:
+def _evaluator(
+    config: EvaluationConfig,
+    runner: FakeRunner,
+    folder: Path,
+    num_tasks: int = 50,
+    timeout: float | None = None,
+) -> Evaluator:
     return Evaluator(
         config,
         [FakeSource("held", num_tasks)],
@@ -33,6 +39,7 @@ def _evaluator(config: EvaluationConfig, runner: FakeRunner, folder: Path, num_t
         seed=0,
         limiter=asyncio.Semaphore(4),
         rollouts=folder,
+        episode_timeout_seconds=60.0 if timeout is None else timeout,
     )
 
 
@@ -119,3 +126,32 @@ def test_before_and_after_stand_beside_each_other(capsys: pytest.CaptureFixture[
     assert words[-3:] == ["held/mean", "0.125", "0.75"] and "held/failed" not in words
     print_comparison({}, {"eval/held/mean": 0.75})
     assert capsys.readouterr().out == ""
+
+
+def test_an_episode_that_takes_too_long_is_left_out(tmp_path: Path) -> None:
+    runner = FakeRunner(FakeTrainer(), delay=lambda task, seed: 3600.0 * (task["index"] == 1))
+    evaluator = _evaluator(_config(num_tasks=3), runner, tmp_path, timeout=0.2)
+    metrics = asyncio.run(asyncio.wait_for(evaluator.run(0), 30))
+    assert metrics["eval/held/failed"] == 1.0
+
+
+def test_a_finished_evaluation_is_recalled_from_its_trace(tmp_path: Path) -> None:
+    def answer(task: dict[str, Any], seed: int, version: int) -> Episode | EpisodeFailed:
+        if task["index"] == 2:
+            return EpisodeFailed("environment", "no")
+        return make_episode(float(seed % 2), [version] * (1 + seed % 5))
+
+    config = _config(num_tasks=6, num_samples=3)
+    metrics = asyncio.run(_evaluator(config, FakeRunner(FakeTrainer(), answer), tmp_path).run(4))
+    evaluator = _evaluator(config, FakeRunner(FakeTrainer()), tmp_path)
+    assert evaluator.recall(4) == metrics
+    assert evaluator.recall(5) == {}
+    # Of a source that has nothing there: the sources may have changed, or all of it failed.
+    (tmp_path / "eval_version_6.jsonl").write_text(
+        '{"source": "other", "task": 0, "reward": 1.0, "num_tokens": 3}\n'
+        '{"source": "held", "task": 0, "failed": "timeout", "error": "too slow"}\n'
+    )
+    assert evaluator.recall(6) == {}
+    (tmp_path / "eval_version_7.jsonl").write_text("no JSON")
+    with pytest.raises(RunFolderError, match=r"cannot read the trace .*eval_version_7\.jsonl"):
+        evaluator.recall(7)

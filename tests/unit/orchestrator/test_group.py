@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 
 from contract.batch import Sample
+from contract.sections import SamplingConfig
 from orchestrator.credit.grpo import GRPO
 from orchestrator.environment.failure import EpisodeFailed
 from orchestrator.episode import Episode, SampledTokens
-from orchestrator.group import JudgedGroup, check_episode, derive_seed, has_signal, judge
+from orchestrator.group import JudgedGroup, check_episode, derive_seed, has_signal, judge, run_episode
 from orchestrator.plan import Draw
 from tests.support.rollouts import make_episode
 
@@ -79,3 +82,50 @@ def test_seeds_depend_on_every_part_and_its_place() -> None:
     seeds = {derive_seed(*part) for part in parts}
     assert len(seeds) == len(parts) and all(0 <= seed < 2**63 for seed in seeds)
     assert derive_seed(1, 2, 3) == derive_seed(1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "is_outage"),
+    [
+        (["server", "worker", None], True),
+        (["server", "environment", None], True),  # with the server's there would have been two
+        (["server", "environment", "timeout"], False),
+        (["environment", "prompt too long", None], False),
+        (["server", None, None], False),  # it has not failed
+    ],
+)
+def test_a_group_fails_by_outages_if_it_would_not_have_without_them(
+    kinds: list[str | None], is_outage: bool
+) -> None:
+    outcomes = [
+        make_episode(float(i)) if kind is None else EpisodeFailed(kind, "") for i, kind in enumerate(kinds)
+    ]
+    credit = GRPO(normalize_std=False)
+    assert judge(Draw(0, 0, 0, 0), "a", outcomes, credit=credit, temperature=1.0).is_outage == is_outage
+
+
+class _Runner:
+    def __init__(self, error: BaseException | None) -> None:
+        self._error = error
+
+    async def run(self, source: Any, task: Any, *, sampling: SamplingConfig, seed: int) -> Episode:
+        if self._error is not None:
+            raise self._error
+        await asyncio.sleep(3600)
+        return make_episode(1.0)
+
+
+def _run_episode(error: BaseException | None) -> Episode:
+    episode = run_episode(_Runner(error), None, None, sampling=SamplingConfig(), seed=0, timeout_seconds=0.05)
+    return asyncio.run(asyncio.wait_for(episode, 20))
+
+
+def test_an_episode_that_takes_too_long_fails() -> None:
+    with pytest.raises(EpisodeFailed, match=r"rollout\.episode_timeout_seconds = 0\.05") as error:
+        _run_episode(None)
+    assert error.value.kind == "timeout"
+
+
+def test_another_error_of_time_is_not_taken_for_the_limit_of_the_episode() -> None:
+    with pytest.raises(TimeoutError, match="a defect"):
+        _run_episode(TimeoutError("a defect"))

@@ -12,8 +12,12 @@ from contract.errors import CheckpointError, DataError
 from orchestrator.plan import Draw, Plan, PlannedSource
 from orchestrator.progress import Progress, Snapshot, load_snapshot
 
-SOURCES = (PlannedSource("a", 2.0, 9), PlannedSource("b", 1.0, 5))
+SOURCES = (PlannedSource("a", 2.0, 9, "x:Class", {"sizes": (1, 2)}), PlannedSource("b", 1.0, 5))
 GROUP_SIZE = 4
+
+
+def _identity(environment: str, settings: dict[str, object]) -> dict[str, object]:
+    return Plan([PlannedSource("a", 2.0, 9, environment, settings), SOURCES[1]], 0).identity(GROUP_SIZE)
 
 
 def _resume(path: Path) -> Progress:
@@ -76,9 +80,9 @@ def test_a_snapshot_is_small_json_that_says_where_the_run_stands() -> None:
     progress = Progress(Plan(SOURCES, 0), GROUP_SIZE)
     first, second = progress.take(), progress.take()
     progress.finish(first)
-    state = msgspec.json.decode(progress.snapshot(7, {"eval/a/mean": 0.5}), type=Snapshot)
+    state = msgspec.json.decode(progress.snapshot(7, {"eval/a/mean": 0.5}, 6), type=Snapshot)
     assert (state.step, state.counts, state.baseline) == (7, [1, 1], {"eval/a/mean": 0.5})
-    assert state.outstanding == [second]
+    assert state.outstanding == [second] and state.evaluated == 6
 
 
 @pytest.mark.parametrize(
@@ -87,6 +91,8 @@ def test_a_snapshot_is_small_json_that_says_where_the_run_stands() -> None:
         (Plan(SOURCES, 1).identity(GROUP_SIZE), "seed was 0, is 1"),
         (Plan(SOURCES, 0).identity(8), "rollout.group_size was 4, is 8"),
         (Plan(SOURCES[:1], 0).identity(GROUP_SIZE), "sources was"),
+        (_identity("other:Class", {"sizes": (1, 2)}), "sources was .*'x:Class'.* is .*'other:Class'"),
+        (_identity("x:Class", {"sizes": (1, 3)}), r"sources was .*\[1, 2\].* is .*\[1, 3\]"),
     ],
 )
 def test_a_snapshot_of_other_tasks_is_refused(changed: dict[str, object], named: str, tmp_path: Path) -> None:

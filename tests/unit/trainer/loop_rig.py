@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from contract.batch import MicroBatch, StepBatch, build_micro_batch
@@ -45,13 +45,15 @@ class FakeRequests:
         self.log = log
         self.decisions = list(decisions)
         self.steps: list[int] = []
+        self.decided = Decision()
 
     def arm(self) -> None:
         self.log.append("arm")
 
     def decide(self, process: Any, step: int) -> Decision:
         self.steps.append(step)
-        return self.decisions.pop(0) if self.decisions else Decision()
+        self.decided = self.decisions.pop(0) if self.decisions else Decision()
+        return self.decided
 
 
 class FakeEngine:
@@ -130,6 +132,7 @@ class FakeHook:
     def __init__(self, log: list[Any], name: str) -> None:
         self.log = log
         self.name = name
+        self.on_finish: Callable[[], object] = lambda: None
 
     def _note(self, event: str, state: TrainState) -> Mapping[str, float]:
         self.log.append(f"{self.name}.{event}")
@@ -142,6 +145,7 @@ class FakeHook:
         return self._note("after_step", state)
 
     def finish(self, state: TrainState) -> Mapping[str, float]:
+        self.on_finish()
         return self._note("finish", state)
 
     def close(self) -> None:
@@ -223,13 +227,14 @@ class Rig:
         self.requests = FakeRequests(self.log, decisions)
         self.source = LoggingSource(self.log, batches)
         self.publisher = FakePublisher(self.log)
+        self.hooks = [FakeHook(self.log, "a"), FakeHook(self.log, "b")]
         parts: dict[str, Any] = {
             "process": process or FakeProcess(self.log, world_size),
             "engine": self.engine,
             "source": self.source,
             "publisher": self.publisher,
             "checkpoint": self.checkpoint,
-            "hooks": [FakeHook(self.log, "a"), FakeHook(self.log, "b")],
+            "hooks": self.hooks,
             "reporter": self.reporter,
             "requests": self.requests,
             "state": self.state,

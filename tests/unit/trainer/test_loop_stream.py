@@ -82,3 +82,16 @@ def test_a_failed_save_surfaces_while_a_batch_is_waited_for() -> None:
     rig.requests.decide = fail
     with pytest.raises(CheckpointError, match="disk full"):
         rig.loop.fit()
+
+
+@pytest.mark.parametrize(("ending", "signum", "code"), [("SIGTERM", 15, 143), ("`ckpt pause`", 0, 75)])
+def test_a_hook_that_ends_its_last_wait_by_a_request_ends_the_run_by_it(
+    ending: str, signum: int, code: int
+) -> None:
+    rig = Rig([batch()] * 9, total_steps=1)
+    # Two decisions precede the step, and one follows it; the next one is that of the first hook.
+    rig.requests.decisions = [Decision()] * 3 + [Decision(ending, signum)]
+    rig.hooks[0].on_finish = lambda: rig.requests.decide(None, rig.state.step)
+    outcome = rig.loop.fit()
+    assert (outcome, outcome.exit_code) == (Outcome(1, ending, signum), code)
+    assert rig.checkpoint.saved == [1] and "b.finish" in rig.log

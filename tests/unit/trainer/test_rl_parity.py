@@ -74,7 +74,9 @@ def plain_logprobs(model: Any, tokens: Array, temperature: float) -> torch.Tenso
 
 def reference_gradients(folder: Path, samples: list[Sample], config: LossConfig) -> dict[str, Array]:
     model = load_reference(folder)
-    counts = {name: sum(np.count_nonzero(item.weights[name][1:]) for item in samples) for name, _ in SHARES}
+    counts = {
+        name: float(sum(np.count_nonzero(item.weights[name][1:]) for item in samples)) for name, _ in SHARES
+    }
     total = torch.zeros(())
     for item in samples:
         stream = {name: torch.from_numpy(np.array(values[1:])) for name, values in item.streams.items()}
@@ -119,7 +121,7 @@ def packed_gradients(
         build_micro_batch(rows[start : start + micro_batch_size], components=COMPONENTS) for start in starts
     ]
     local = [float(sum(item.count_trainable(name) for item in batches)) for name in COMPONENTS]
-    denominators = dict(zip(COMPONENTS, process.all_sum(local), strict=True))
+    denominators: dict[str, float] = dict(zip(COMPONENTS, process.all_sum(local), strict=True))
     engine.forward_backward(batches, denominators, lr_factor=1.0)
     return gradients_of(model)
 

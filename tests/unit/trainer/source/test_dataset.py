@@ -35,8 +35,8 @@ def build(write_rows: Callable[..., Path], tokenizer: PreTrainedTokenizerBase) -
 
 def take(source: Source, steps: int) -> list[StepBatch]:
     batches = [source.next_step() for _ in range(steps)]
-    assert all(batch is not None for batch in batches)
-    return [batch for batch in batches if batch is not None]
+    assert all(isinstance(batch, StepBatch) for batch in batches)
+    return [batch for batch in batches if isinstance(batch, StepBatch)]
 
 
 def sample_ids(batches: Sequence[StepBatch]) -> list[list[tuple[int, ...]]]:

@@ -175,6 +175,16 @@ def test_after_the_last_step_the_end_is_waited_for_and_nothing_else_taken(proces
         source.next_end()
 
 
+def test_a_wait_for_the_end_says_that_it_is_for_the_end(process: Process) -> None:
+    clock = Clock()
+    source = open_source(MemoryReceiver({}), process, TrainState(step=2), timeout_seconds=2.5, clock=clock)
+    assert source.next_end() is PENDING
+    clock.now += 3
+    message = r"no end of the run from the orchestrator, whose last evaluation.*came within batch_timeout"
+    with pytest.raises(ChannelError, match=message):
+        source.next_end()
+
+
 def test_a_position_of_other_data_is_refused(process: Process) -> None:
     source = open_source(MemoryReceiver({}), process)
     source.load_state_dict(source.state_dict())
