@@ -162,10 +162,12 @@ class StreamSource:
             awaited: what is waited for, in words.
         """
         kind, content, error = _NOTHING, b"", None
+        message: Message | None = None
         if self._process.is_main:
             try:
-                frame = self._receive(awaited)
-                kind, content = (_NOTHING, b"") if frame is None else (_FRAME, frame)
+                received = self._receive(awaited)
+                if received is not None:
+                    (content, message), kind = received, _FRAME
             except Exception as failure:  # the others wait for this rank, and must learn of every failure
                 told = str(failure) if isinstance(failure, TailraceError) else f"rank 0: {failure!r}"
                 kind, content, error = _ERROR, told.encode(), failure
@@ -176,13 +178,16 @@ class StreamSource:
             raise ChannelError(content.decode())
         if kind == _NOTHING:
             return PENDING
-        message = decode_message(content)
+        if message is None:  # not on rank 0, which has decoded it to check it
+            message = decode_message(content)
         if isinstance(message, RunEnd):
             self.end = message
         return message
 
-    def _receive(self, awaited: str) -> bytes | None:
-        """On rank 0: the next frame, checked and acknowledged; None if it has not come yet."""
+    def _receive(self, awaited: str) -> tuple[bytes, Message] | None:
+        """On rank 0: the next frame and what it says, checked and acknowledged; None if it has not come
+        yet.
+        """
         assert self._receiver is not None
         sequence = self._state.step + 1
         now = self._clock()
@@ -197,9 +202,10 @@ class StreamSource:
                 )
             return None
         self._deadline = None
-        self._check(decode_message(frame), sequence)
+        message = decode_message(frame)
+        self._check(message, sequence)
         self._receiver.acknowledge(sequence)
-        return frame
+        return frame, message
 
     def _check(self, message: Message, sequence: int) -> None:
         """Refuse what is not due.

@@ -22,7 +22,27 @@ FORMAT_CREDIT = 0.1
 """For an answer that is a whole number and nothing else, right or wrong."""
 
 
-class Arithmetic(Generated):
+class Expressions(Generated):
+    """Tasks `{expression, answer}`: an expression to compute, and its value. The arguments are those of
+    `Arithmetic`.
+    """
+
+    def __init__(
+        self, split: str, operators: str, digits: int, num_terms: int, num_tasks: int, seed: int
+    ) -> None:
+        super().__init__(split, num_tasks, seed)
+        self.operators = distinct("operators", operators, 1, allowed="+-*")
+        self.digits = whole("digits", digits, 1, 6)
+        self.num_terms = whole("num_terms", num_terms, 2, 5)
+
+    def draw(self, rng: random.Random) -> dict[str, Any]:
+        """A task `{expression, answer}`; numbers of few digits are as likely as those of many."""
+        terms = [str(rng.randint(0, 10 ** rng.randint(1, self.digits) - 1)) for _ in range(self.num_terms)]
+        expression = terms[0] + "".join(f" {rng.choice(self.operators)} {term}" for term in terms[1:])
+        return {"expression": expression, "answer": evaluate(expression)}
+
+
+class Arithmetic(Expressions):
     """A task: "Compute 37 + 5. Answer with the number only.", and the answer is "42".
 
     The reward is 0.9 if the last whole number in the answer is the right one (`correct`), and 0.1 if the
@@ -46,14 +66,8 @@ class Arithmetic(Generated):
         num_tasks: int = 100_000,
         seed: int = 0,
     ) -> None:
-        super().__init__(split, num_tasks, seed)
-        self.operators = distinct("operators", operators, 1, allowed="+-*")
-        self.digits = whole("digits", digits, 1, 6)
-        self.num_terms = whole("num_terms", num_terms, 2, 5)
+        super().__init__(split, operators, digits, num_terms, num_tasks, seed)
         self.task(0)
-
-    def draw(self, rng: random.Random) -> dict[str, Any]:
-        return draw_expression(rng, self.operators, self.digits, self.num_terms)
 
     def start(self, task: Mapping[str, Any]) -> list[Message]:
         return [user(f"Compute {task['expression']}. Answer with the number only.")]
@@ -69,10 +83,3 @@ class Arithmetic(Generated):
             "correct": correct,
             "format": form,
         }
-
-
-def draw_expression(rng: random.Random, operators: str, digits: int, num_terms: int) -> dict[str, Any]:
-    """A task `{expression, answer}`; numbers of few digits are as likely as those of many."""
-    terms = [str(rng.randint(0, 10 ** rng.randint(1, digits) - 1)) for _ in range(num_terms)]
-    expression = terms[0] + "".join(f" {rng.choice(operators)} {term}" for term in terms[1:])
-    return {"expression": expression, "answer": evaluate(expression)}

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.environment.base import Message
-from orchestrator.environment.builtin.arithmetic import draw_expression
+from orchestrator.environment.builtin.arithmetic import Expressions
 from orchestrator.environment.builtin.expression import evaluate
 from orchestrator.environment.builtin.generated import (
-    Generated,
     answer_of,
-    distinct,
     last_number,
     user,
     whole,
@@ -40,7 +37,7 @@ _MAX_CALLS = 4
 _WRITTEN_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 
 
-class Calculator(Generated):
+class Calculator(Expressions):
     """A task: "What is 4821 * 377? Use the tool `calculate`, then answer with the number only."
 
     A turn with tool calls gets the reply of each: the value, or `Error: ` and what is wrong with the call. A
@@ -74,15 +71,9 @@ class Calculator(Generated):
         num_tasks: int = 100_000,
         seed: int = 0,
     ) -> None:
-        super().__init__(split, num_tasks, seed)
-        self.operators = distinct("operators", operators, 1, allowed="+-*")
-        self.digits = whole("digits", digits, 1, 6)
-        self.num_terms = whole("num_terms", num_terms, 2, 5)
+        super().__init__(split, operators, digits, num_terms, num_tasks, seed)
         self.max_turns = whole("max_turns", max_turns, 2, 100)
         self.task(0)
-
-    def draw(self, rng: random.Random) -> dict[str, Any]:
-        return draw_expression(rng, self.operators, self.digits, self.num_terms)
 
     def start(self, task: Mapping[str, Any]) -> list[Message]:
         expression = task["expression"]
