@@ -8,23 +8,16 @@ number of shards). GGUF files are dequantised once to float32 into a cache folde
 from __future__ import annotations
 
 import importlib.util
-import logging
-import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import xxhash
+from typing import TYPE_CHECKING
 
 from contract.errors import ModelError
-from contract.layout import cache_folder
+from contract.gguf import dequantize
 from contract.sections import ModelFilesConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
-
-logger = logging.getLogger(__name__)
 
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "*.py", "*.tiktoken"]
 
@@ -65,7 +58,7 @@ def resolve_model(config: ModelFilesConfig) -> ModelSource:
             f"found on this machine; remove model.revision"
         )
     if path.suffix == ".gguf":
-        return ModelSource(name, _dequantize(path))
+        return ModelSource(name, dequantize(path))
     if not (path / "config.json").is_file():
         raise ModelError(
             f"model.name = {name!r}: {path} holds no config.json; name a Hugging Face folder or .gguf file"
@@ -146,46 +139,3 @@ def _fetch_from_hub(config: ModelFilesConfig) -> Path:
     if config.needs_weights and not any(folder.glob("*.safetensors")):
         raise ModelError(f"model.name = {config.name!r}: the repository holds no .safetensors weights")
     return folder
-
-
-def _dequantize(file: Path) -> Path:
-    digest = xxhash.xxh3_128()
-    with file.open("rb") as stream:
-        while block := stream.read(1 << 22):
-            digest.update(block)
-    target = cache_folder() / "models" / f"{file.stem}-{digest.hexdigest()[:16]}"
-    if (target / "config.json").is_file():
-        return target
-    logger.info("converting %s to float32 safetensors in %s (once)", file.name, target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
-    try:
-        _convert_gguf(file, scratch)
-        try:
-            scratch.rename(target)
-        except OSError:
-            # Another process was faster; the content is the same.
-            if not (target / "config.json").is_file():
-                raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return target
-
-
-def _convert_gguf(file: Path, target: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    arguments: dict[str, Any] = {"gguf_file": file.name}
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            file.parent, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32, **arguments
-        )
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, **arguments)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ModelError(f"{file} cannot be read as a GGUF causal language model: {error}") from error
-    # The weights are plain float32 now; a leftover note of the quantisation would mislead every reader.
-    if hasattr(model.config, "quantization_config"):
-        delattr(model.config, "quantization_config")
-    model.save_pretrained(target)
-    tokenizer.save_pretrained(target)

@@ -10,7 +10,9 @@ import asyncio
 import faulthandler
 import json
 import logging
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
@@ -47,6 +49,8 @@ def run(config_path: Path, attempt_dir: Path) -> int:
                 OrchestratorConfig, ["@", str(config_path)], prog=NAME, description=""
             ).settings
             debug = config.log.level == "debug"
+            if not config.model.trust_remote_code:  # a tokenizer's own code may want anything
+                _keep_torch_out()
             # What it prints is in orchestrator.log; this one has everything.
             log_file = attempt_dir / f"{NAME}_debug.log"
             configure_logging(config.log.level, rank=0, log_file=log_file, console=True)
@@ -58,6 +62,16 @@ def run(config_path: Path, attempt_dir: Path) -> int:
         return report_error(error, debug=debug)
     record_exit(attempt_dir, NAME, EXIT_OK, "")
     return EXIT_OK
+
+
+def _keep_torch_out() -> None:
+    """Make torch look as if it was not installed to all that this process imports.
+
+    Of transformers it needs the tokenizer alone; with torch that takes ten times the memory and seconds to
+    import. Code of environments runs in other processes, which have torch.
+    """
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # transformers would point it out
+    sys.modules.setdefault("torch", None)  # pyright: ignore[reportArgumentType] - the language's own way
 
 
 async def _run(config: OrchestratorConfig, attempt_dir: Path) -> None:

@@ -116,8 +116,14 @@ async def _train(receiver: FilesystemReceiver, server: PolicyServer) -> list[Rol
 
 
 def test_a_run_from_its_configuration_to_the_trainers_farewell(root: Path) -> None:
+    mapped: list[str] = []
+
     async def main() -> tuple[list[RolloutBatch | RunEnd], int, str]:
-        async with PolicyServer(_answer) as server:
+        def answer(request: GenerateRequest) -> Reply:
+            mapped.append(Path(f"/proc/{process.pid}/maps").read_text() if not mapped else "")
+            return _answer(request)
+
+        async with PolicyServer(answer) as server:
             process = _start(root, server.url)
             try:
                 receiver = FilesystemReceiver(RunFolder(root / "out/run").channel)
@@ -129,6 +135,7 @@ def test_a_run_from_its_configuration_to_the_trainers_farewell(root: Path) -> No
 
     messages, code, output = asyncio.run(asyncio.wait_for(main(), 120))
     assert code == 0, output
+    assert "tokenizers" in mapped[0] and "libtorch" not in mapped[0]  # which are 0.6 GB and seconds
     status = json.loads((_attempt(root) / "orchestrator.status.json").read_text())
     assert status.keys() == {"batch", "version", "groups in flight", "episodes"}
     assert 1 <= status["batch"] <= 2 and 0 <= status["version"] <= 2
