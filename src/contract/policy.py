@@ -5,6 +5,7 @@ Bodies are MessagePack (`application/msgpack`); see `inference.server` for the r
 
 from __future__ import annotations
 
+import math
 from typing import Literal, TypeVar
 
 import msgspec
@@ -47,6 +48,45 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop_ids: list[int] = msgspec.field(default_factory=list)
     stop: list[str] = msgspec.field(default_factory=list)
     seed: int | None = None
+
+
+_SEEDS = range(-(2**63), 2**64)
+
+
+class InvalidSampling(ValueError):
+    """A value of a `Sampling` that is out of its range.
+
+    Attributes:
+        field: its name.
+    """
+
+    def __init__(self, field: str, value: object, valid: str) -> None:
+        super().__init__(f"{field} = {value!r} is not valid; it must be {valid}")
+        self.field = field
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """What any engine asks of a request.
+
+    Raises:
+        InvalidSampling: a value is out of its range.
+    """
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        raise InvalidSampling("temperature", sampling.temperature, "a number of 0 or more")
+    if not 0 < sampling.top_p <= 1:
+        raise InvalidSampling("top_p", sampling.top_p, "more than 0 and at most 1")
+    if sampling.top_k < 0:
+        raise InvalidSampling("top_k", sampling.top_k, "0 (all tokens) or more")
+    if sampling.max_tokens < 1:
+        raise InvalidSampling("max_tokens", sampling.max_tokens, "1 or more")
+    if not 0 <= sampling.min_tokens <= sampling.max_tokens:
+        raise InvalidSampling(
+            "min_tokens", sampling.min_tokens, f"between 0 and max_tokens = {sampling.max_tokens}"
+        )
+    if sampling.seed is not None and sampling.seed not in _SEEDS:
+        raise InvalidSampling("seed", sampling.seed, "a number of 64 bits")
+    if "" in sampling.stop:
+        raise InvalidSampling("stop", sampling.stop, "texts that are not empty")
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):

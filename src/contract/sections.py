@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 
 from contract.settings import Settings
 
+RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+"""Name of a run, which is that of its folder."""
+
 
 class ModelFilesConfig(Settings):
     """Where the model's weights and its tokenizer come from."""
@@ -50,19 +53,6 @@ class LogConfig(Settings):
 
     level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severe message shown; debug also shows tracebacks."
-    )
-    interval: int = Field(
-        default=1, ge=1, description="Steps between lines on the console; metrics.jsonl has every step."
-    )
-    live: bool | None = Field(
-        default=None,
-        description="A live panel in place of a line per step; None where the console is a terminal.",
-    )
-    peak_tflops: Annotated[float, Field(gt=0)] | None = Field(
-        default=None,
-        description="Peak of one device for MFU, in TFLOP/s; None takes the known value of the GPU, or "
-        "measures "
-        "a matrix product at start.",
     )
 
 

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from contextlib import AbstractContextManager, aclosing
 from typing import TYPE_CHECKING, Any
 
 from contract.errors import PolicyServerError, PublishError
-from contract.policy import GenerateRequest, PauseMode, Sampling, WeightUpdate
+from contract.policy import GenerateRequest, InvalidSampling, PauseMode, WeightUpdate, check_sampling
 from inference.engine.base import Drawn, Engine
 from inference.refusal import Refused
 
@@ -32,7 +31,6 @@ OpenUpdate = Callable[[WeightUpdate], AbstractContextManager[Iterator[tuple[str,
 
 _WATCH_SECONDS = 0.2
 _LONGEST_WAIT_SECONDS = 3600.0
-_SEEDS = range(-(2**63), 2**64)
 
 
 class PolicyService:
@@ -87,7 +85,10 @@ class PolicyService:
             Refused: the prompt or the sampling cannot be served (400), the id is in use (409), the server
                 ends or its engine has failed (503).
         """
-        check_sampling(request.sampling)
+        try:
+            check_sampling(request.sampling)
+        except InvalidSampling as error:
+            raise Refused(400, str(error), param=error.field) from error
         if request.request_id in self._running:
             raise Refused(409, f"request_id {request.request_id!r} is running already; ids must be unique")
         self._running.add(request.request_id)
@@ -265,31 +266,6 @@ def describe(failure: BaseException) -> str:
     """Why the engine ended."""
     known = isinstance(failure, PolicyServerError)
     return str(failure) if known else f"the engine has failed: {type(failure).__name__}: {failure}"
-
-
-def check_sampling(sampling: Sampling) -> None:
-    """
-    Raises:
-        Refused: a value is out of its range.
-    """
-    wrong = None
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        wrong = "temperature", sampling.temperature, "0 or more"
-    elif not 0 < sampling.top_p <= 1:
-        wrong = "top_p", sampling.top_p, "more than 0 and at most 1"
-    elif sampling.top_k < 0:
-        wrong = "top_k", sampling.top_k, "0 (all tokens) or more"
-    elif sampling.max_tokens < 1:
-        wrong = "max_tokens", sampling.max_tokens, "1 or more"
-    elif not 0 <= sampling.min_tokens <= sampling.max_tokens:
-        wrong = "min_tokens", sampling.min_tokens, f"between 0 and max_tokens = {sampling.max_tokens}"
-    elif sampling.seed is not None and sampling.seed not in _SEEDS:
-        wrong = "seed", sampling.seed, "a number of 64 bits"
-    elif "" in sampling.stop:
-        wrong = "stop", '""', "texts that are not empty"
-    if wrong is not None:
-        name, value, valid = wrong
-        raise Refused(400, f"{name} = {value} is not valid; it must be {valid}", param=name)
 
 
 def _read(open_update: OpenUpdate, update: WeightUpdate) -> Generator[tuple[str, torch.Tensor], None, None]:

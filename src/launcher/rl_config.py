@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from contract.sections import ModelFilesConfig
+from contract.sections import LogConfig, ModelFilesConfig
 from inference.config import InferenceConfig, ServerSection
 from orchestrator.config import OrchestratorConfig, RolloutSections
 from trainer.config import RLTrainConfig
@@ -107,6 +107,7 @@ class RLConfig(RolloutSections, RLTrainConfig):
                 "servers": servers,
                 "server_key": self.key,
                 "resume_dir": resume_dir,
+                "log": self._part_log(),
             }
         )
 
@@ -124,9 +125,12 @@ class RLConfig(RolloutSections, RLTrainConfig):
                 "port": port,
                 "max_len": self.inference.max_len or self.seq_len,
                 "run_id": run_id,
-                "log": self.log,
+                "log": self._part_log(),
             }
         )
+
+    def _part_log(self) -> LogConfig:
+        return LogConfig(level=self.log.level)
 
     def _model_files(self) -> ModelFilesConfig:
         return ModelFilesConfig(**{name: getattr(self.model, name) for name in ModelFilesConfig.model_fields})

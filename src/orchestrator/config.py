@@ -11,6 +11,7 @@ from contract.sections import (
     FilesystemChannelConfig,
     LogConfig,
     ModelFilesConfig,
+    RunName,
     SamplingConfig,
 )
 from contract.settings import Settings
@@ -223,7 +224,7 @@ class OrchestratorConfig(RolloutSections):
     """The orchestrator on its own; made from the configuration of the run."""
 
     output_dir: PathSetting = Field(description="Folder that holds run folders.")
-    run_name: str = Field(description="Name of the run's folder in output_dir.")
+    run_name: RunName = Field(description="Name of the run's folder in output_dir.")
     seed: int = Field(default=0, ge=0, lt=2**62, description="Decides the order of tasks and sampling.")
     max_steps: int = Field(ge=1, description="Updates in the run.")
     seq_len: int = Field(ge=8, description="Longest sample, prompt included, in tokens.")

@@ -101,11 +101,6 @@ class Progress:
         self._waiting = sorted(self._outstanding)
 
     @property
-    def num_outstanding(self) -> int:
-        """Positions that are neither trained on nor dropped."""
-        return len(self._outstanding)
-
-    @property
     def epoch(self) -> float:
         """Passes over the tasks of all sources that are done, as a fraction."""
         return (self._plan.position - len(self._outstanding)) / self._plan.num_tasks

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Sequence as Items
 from typing import Any
 
-from contract.policy import FinishReason, GenerateRequest, Sampling
+from contract.policy import FinishReason, GenerateRequest, check_sampling
 from inference.engine.base import Drawn
 from inference.engine.sampler import stream_of
 
@@ -29,26 +28,11 @@ def check_request(request: GenerateRequest, *, vocab_size: int, max_len: int) ->
             f"the prompt has {len(prompt)} tokens, and sequences may have {max_len} with at least one drawn "
             f"token; shorten it, or raise max_len of the policy server"
         )
-    _check_sampling(sampling, vocab_size)
-
-
-def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        raise ValueError(f"temperature = {sampling.temperature} must be a number of at least 0")
-    if not 0 < sampling.top_p <= 1:
-        raise ValueError(f"top_p = {sampling.top_p} must be above 0 and at most 1")
-    if sampling.top_k < 0:
-        raise ValueError(f"top_k = {sampling.top_k} must be at least 0, which draws from all tokens")
-    if sampling.max_tokens < 1:
-        raise ValueError(f"max_tokens = {sampling.max_tokens} must be at least 1")
-    if sampling.min_tokens < 0:
-        raise ValueError(f"min_tokens = {sampling.min_tokens} must be at least 0")
+    check_sampling(sampling)
     if any(not 0 <= token < vocab_size for token in sampling.stop_ids):
         raise ValueError(f"stop_ids = {sampling.stop_ids}: the model has tokens 0 to {vocab_size - 1}")
     if sampling.min_tokens and len(set(sampling.stop_ids)) == vocab_size:
         raise ValueError("min_tokens leaves nothing to draw where every token is in stop_ids; remove some")
-    if any(not text for text in sampling.stop):
-        raise ValueError(f"stop = {sampling.stop} holds an empty text; remove it")
 
 
 class StopTexts:

@@ -11,6 +11,7 @@ from contract.sections import (
     FilesystemChannelConfig,
     FilesystemPublishConfig,
     PublishConfig,
+    RunName,
 )
 from contract.settings import Settings
 from trainer.config.train import TrainConfig
@@ -60,11 +61,7 @@ LossConfig = Annotated[
 class RLTrainConfig(TrainConfig):
     """Reinforcement learning: what the trainer needs to know."""
 
-    run_name: str = Field(
-        default="rl",
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        description="Name of the run's folder in output_dir.",
-    )
+    run_name: RunName = Field(default="rl", description="Name of the run's folder in output_dir.")
     max_steps: Annotated[int, Field(ge=1)] = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
         description="Updates in the run, counted from step 0.",
     )

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from contract.sections import RunName
 from trainer.config.data import ChatDataConfig, DataConfig, SampleConfig, ValidationConfig
 from trainer.config.train import TrainConfig
 
@@ -13,11 +14,7 @@ from trainer.config.train import TrainConfig
 class SFTConfig(TrainConfig):
     """Supervised fine-tuning of a causal language model."""
 
-    run_name: str = Field(
-        default="sft",
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        description="Name of the run's folder in output_dir.",
-    )
+    run_name: RunName = Field(default="sft", description="Name of the run's folder in output_dir.")
     max_epochs: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="Passes over the data; None leaves the end to max_steps."
     )

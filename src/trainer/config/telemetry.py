@@ -1,10 +1,30 @@
-"""Where metrics are logged beside the run folder, and profiles."""
+"""Console and log files, where metrics are logged beside the run folder, and profiles."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
+from contract.sections import LogConfig
 from contract.settings import Settings
+
+
+class TrainLogConfig(LogConfig):
+    """Console and log files."""
+
+    interval: int = Field(
+        default=1, ge=1, description="Steps between lines on the console; metrics.jsonl has every step."
+    )
+    live: bool | None = Field(
+        default=None,
+        description="A live panel in place of a line per step; None where the console is a terminal.",
+    )
+    peak_tflops: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="Peak of one device for MFU, in TFLOP/s; None takes the known value of the GPU, or "
+        "measures a matrix product at start.",
+    )
 
 
 class WandbConfig(Settings):

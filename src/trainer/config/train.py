@@ -7,13 +7,13 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from contract.sections import LogConfig
+from contract.sections import RunName
 from contract.settings import Settings
 from contract.settings.base import PathSetting
 from trainer.config.checkpoint import CheckpointConfig, ExportConfig, ResumeConfig
 from trainer.config.model import DeploymentConfig, ModelConfig, OffloadConfig
 from trainer.config.optimizer import AdamWConfig, ConstantScheduleConfig, OptimizerConfig, ScheduleConfig
-from trainer.config.telemetry import ProfilerConfig, TensorboardConfig, WandbConfig
+from trainer.config.telemetry import ProfilerConfig, TensorboardConfig, TrainLogConfig, WandbConfig
 
 _GRACE_SECONDS_WITHOUT_SAVE = 10.0
 """Time to finish a step and close, where there is nothing to save."""
@@ -23,10 +23,7 @@ class TrainConfig(Settings):
     """A run that trains a causal language model."""
 
     output_dir: PathSetting = Field(default=Path("outputs"), description="Folder that holds run folders.")
-    run_name: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        description="Name of the run's folder in output_dir.",
-    )
+    run_name: RunName = Field(description="Name of the run's folder in output_dir.")
     clean: bool = Field(
         default=False, description="Delete a run that the folder already holds, and start anew."
     )
@@ -60,7 +57,7 @@ class TrainConfig(Settings):
     export: ExportConfig | None = Field(
         default=ExportConfig(), description="Hugging Face export; `--no-export` writes none."
     )
-    log: LogConfig = Field(default=LogConfig(), description="Console and log files.")
+    log: TrainLogConfig = Field(default=TrainLogConfig(), description="Console and log files.")
     wandb: WandbConfig | None = Field(default=None, description="Weights & Biases; None is off.")
     tensorboard: TensorboardConfig | None = Field(default=None, description="TensorBoard; None is off.")
     profiler: ProfilerConfig | None = Field(default=None, description="Profiler trace; None is off.")

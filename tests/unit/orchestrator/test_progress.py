@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -56,8 +57,8 @@ def test_after_any_prefix_and_resume_every_task_is_done_exactly_once(seed: int, 
         elif action == "crash" and chance.random() < 0.2:
             progress, flying, done = _resume(path), [], list(committed)
     # Everything that was begun is brought to its end, before anything new.
-    while len(done) < 1 or progress.num_outstanding:
-        if progress.num_outstanding == len(flying):
+    while (outstanding := len(json.loads(progress.snapshot(0, {}))["outstanding"])) or len(done) < 1:
+        if outstanding == len(flying):
             while flying:
                 progress.finish(flying[-1])
                 done.append(flying.pop())

@@ -127,9 +127,11 @@ def test_before_min_tokens_end_tokens_are_masked_and_log_probabilities_know_it(l
         ([1], {"top_k": -1}, "top_k"),
         ([1], {"max_tokens": 0}, "max_tokens"),
         ([1], {"min_tokens": -1}, "min_tokens"),
+        ([1], {"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        ([1], {"seed": 2**64}, "seed"),
         ([1], {"stop_ids": [300]}, "stop_ids"),
         ([1], {"stop_ids": list(range(259)), "min_tokens": 1}, "leaves nothing to draw"),
-        ([1], {"stop": [""]}, "empty text"),
+        ([1], {"stop": [""]}, "not empty"),
     ],
 )
 def test_requests_that_cannot_be_drawn_are_refused(
