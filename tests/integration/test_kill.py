@@ -96,8 +96,10 @@ class Survivor:
         return [entry.step for entry in entries if entry.state == state]
 
     def _metrics_size(self) -> int:
-        path = self.place.folder(self.name).metrics
-        return path.stat().st_size if path.exists() else 0
+        try:
+            return self.place.folder(self.name).metrics.stat().st_size
+        except FileNotFoundError:  # not begun, or --clean
+            return 0
 
     def _records(self) -> list[dict[str, Any]]:
         """Of all attempts; a line that a kill tore is left out."""
