@@ -42,7 +42,7 @@ from rich.table import Table
 
 from contract.channel.filesystem import FilesystemReceiver
 from contract.layout import RunFolder
-from contract.policy import CONTENT_TYPE, UPDATE_ROUTE, FolderUpdate, GenerateRequest, encode
+from contract.policy import CONTENT_TYPE, UPDATE_ROUTE, FolderUpdate, GenerateRequest, Origin, encode
 from contract.rollout import RolloutBatch, decode_message
 from contract.sections import ModelFilesConfig, SamplingConfig
 from contract.settings.dump import to_toml
@@ -52,6 +52,7 @@ from telemetry.metrics import read_metrics
 _ROOT = Path(__file__).parents[1]
 _WARM_UP_STEPS = 2
 _SECONDS = 120.0
+_ORIGIN = Origin("bench", "trainer")
 
 
 def main() -> int:
@@ -109,7 +110,7 @@ async def _serve() -> None:
         seed = request.sampling.seed or 0
         return Reply([*(letters[(seed >> shift) % len(letters)] for shift in (0, 8, 16)), end])
 
-    async with PolicyServer(answer, keep=1) as server:
+    async with PolicyServer(answer, origin=_ORIGIN, keep=1) as server:
         print(server.url, flush=True)
         await asyncio.Event().wait()
 
@@ -128,7 +129,7 @@ def _measure_orchestrator(root: Path, num_episodes: int, group_size: int) -> Non
     folder = RunFolder(root / "run")
     attempt = folder.logs / "attempt_1"
     attempt.mkdir(parents=True)
-    folder.run_id.write_text("bench\n")
+    folder.run_id.write_text(f"{_ORIGIN.run_id}\n")
     server = subprocess.Popen([sys.executable, __file__, "serve"], stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
@@ -170,7 +171,7 @@ def _read_all(folder: RunFolder, url: str, steps: int, process: psutil.Process) 
     """Take every batch as a trainer would that needs no time, and print what the orchestrator did."""
     import httpx
 
-    receiver = FilesystemReceiver(folder.channel)
+    receiver = FilesystemReceiver(folder.channel, _ORIGIN.trainer)
     num_episodes, early = 0, 0.0
     start, cpu_start = 0.0, 0.0
     with httpx.Client(headers={"Content-Type": CONTENT_TYPE}) as client:
@@ -180,7 +181,7 @@ def _read_all(folder: RunFolder, url: str, steps: int, process: psutil.Process) 
             batch = decode_message(frame)
             assert isinstance(batch, RolloutBatch)
             receiver.acknowledge(step)
-            update = encode(FolderUpdate(step, str(folder.root)))
+            update = encode(FolderUpdate(step, str(folder.root), _ORIGIN))
             client.post(f"{url}{UPDATE_ROUTE}", content=update).raise_for_status()
             if step == 1:  # start-up is over
                 start, cpu_start = time.perf_counter(), sum(process.cpu_times()[:2])

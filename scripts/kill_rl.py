@@ -51,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--dir", type=Path, help="where the runs lie (default: the folder of temporary files)"
     )
     arguments = parser.parse_args(argv)
+    if arguments.dir is not None:
+        arguments.dir.mkdir(parents=True, exist_ok=True)
     faults = [part for part in arguments.parts if not kill_part(part, arguments)]
     print(f"faults: {', '.join(faults) or 'none'}", flush=True)
     return 1 if faults else 0

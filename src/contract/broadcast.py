@@ -3,16 +3,21 @@
 Sender (rank 0) and receivers meet in a TCP store of the sender. For every broadcast each receiver says under
 `here_key` which group it has kept and on which device it computes; the sender answers all under `go_key` with
 the group to use, a kept one or a new one. So a broadcast costs no new group, and an end that was started
-again is noticed before anything is sent. The group is apart from torch's default group, which a trainer has
+again is noticed before anything is sent; the sender deletes both keys once every receiver has loaded the
+version. The group is apart from torch's default group, which a trainer has
 for itself. torch is imported when a group is formed.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import socket
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -33,10 +38,12 @@ DTYPE_BYTES = {
 }  # fmt: skip
 """Bytes of an element of the types that weights may have, by torch's name."""
 
-CPU = "cpu"
-"""Device of a receiver without a GPU; a GPU is named by its UUID."""
+_CPU = "cpu"
+_SLICE = "a MIG slice of GPU "
 
 _POLL_SECONDS = 0.001
+_CHECK_SECONDS = 0.25
+_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 class Here(msgspec.Struct, frozen=True):
@@ -44,7 +51,7 @@ class Here(msgspec.Struct, frozen=True):
 
     Attributes:
         kept: number of the group that it still has; 0 is none.
-        device: `CPU`, or the UUID of its GPU.
+        device: as `name_device` names it.
     """
 
     kept: int
@@ -70,6 +77,24 @@ def here_key(number: int, rank: int) -> str:
 def go_key(number: int) -> str:
     """Where the sender says `Go` for broadcast `number`."""
     return f"{number}/go"
+
+
+def name_device(device: torch.device) -> str:
+    """What a process computes on: a CPU, or the UUID of its GPU, which is the same in every process."""
+    import torch
+
+    if device.type != "cuda":
+        return _CPU
+    properties = torch.cuda.get_device_properties(device)
+    return f"{_SLICE if ' MIG ' in properties.name else ''}{properties.uuid}"
+
+
+def can_use_nccl(devices: Sequence[str]) -> bool:
+    """Whether nccl can join processes on these devices: it takes no CPU, no GPU twice, and all MIG slices of
+    a GPU for one and the same.
+    """
+    are_gpus = not any(name == _CPU or name.startswith(_SLICE) for name in devices)
+    return are_gpus and len(set(devices)) == len(devices)
 
 
 def num_bytes(tensor: TensorInfo) -> int:
@@ -122,13 +147,20 @@ def view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
     return flat[slot.start : slot.stop].view(dtype).view(slot.tensor.shape)
 
 
+def no_check() -> None:
+    """For a wait that nothing but its end or its time limit ends."""
+
+
 class Group:
     """The processes of a broadcast.
 
     Args:
         number: among the groups of the sender, from 1.
         address: of this process, to which the others connect (gloo).
+        device: of this process (nccl).
         timeout_seconds: longest wait until all are there.
+        check: called several times a second while this waits for nccl, which does not notice that a peer is
+            lost; raises where there is nothing to wait for. gloo notices by itself.
 
     Raises:
         RuntimeError: they do not all come in time.
@@ -143,7 +175,9 @@ class Group:
         world_size: int,
         *,
         address: str,
+        device: torch.device,
         timeout_seconds: float,
+        check: Callable[[], None] = no_check,
     ) -> None:
         import torch.distributed as dist
 
@@ -153,9 +187,10 @@ class Group:
         self._group: Any
         if backend == "nccl":
             options: Any = dist.ProcessGroupNCCL.Options()
-            # nccl's own watchdog ends the process. It must not be faster than `broadcast`, which says why.
-            options._timeout = timedelta(seconds=10 * timeout_seconds + 600)
-            self._group = dist.ProcessGroupNCCL(own, rank, world_size, options)
+            options._timeout = timedelta(seconds=timeout_seconds)
+            with _without_watchdog():
+                self._group = dist.ProcessGroupNCCL(own, rank, world_size, options)
+            self._connect(device, timeout_seconds, check)
         else:
             options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
@@ -163,31 +198,98 @@ class Group:
             options._threads = 1
             self._group = dist.ProcessGroupGloo(own, rank, world_size, options)
 
-    def broadcast(self, flat: torch.Tensor, timeout_seconds: float) -> None:
+    def broadcast(
+        self, flat: torch.Tensor, timeout_seconds: float, check: Callable[[], None] = no_check
+    ) -> None:
         """Fill `flat` on every rank with what it holds on rank 0.
+
+        Args:
+            check: see the class.
 
         Raises:
             RuntimeError: a peer is lost, or too slow; the group is of no use any more.
         """
+        self._finish(self._begin(flat, timeout_seconds), timeout_seconds, check)
+
+    def close(self) -> None:
+        """Leave; with gloo the others notice at once if they wait for this process."""
+        # gloo closes its connections when nobody holds the group any more.
+        group, self._group = self._group, None
+        if group is not None and self.backend == "nccl":
+            group.abort()
+
+    def _connect(self, device: torch.device, timeout_seconds: float, check: Callable[[], None]) -> None:
+        """Let nccl connect the ranks, as it does with their first broadcast."""
+        import torch
+
+        deadline = time.monotonic() + timeout_seconds
+        flat = torch.zeros(1, dtype=torch.uint8, device=device)
+        begun: Future[Any] = Future()
+
+        def begin() -> None:
+            try:
+                begun.set_result(self._begin(flat, timeout_seconds))
+            except BaseException as error:
+                begun.set_exception(error)
+
+        # nccl waits without a limit until all are there, and cannot be told to stop: a thread that is left
+        # behind with it.
+        threading.Thread(target=begin, name="connect", daemon=True).start()
+        wait_until(begun.done, timeout_seconds, check)
+        self._finish(begun.result(), deadline - time.monotonic(), check)
+
+    def _begin(self, flat: torch.Tensor, timeout_seconds: float) -> Any:
         import torch.distributed as dist
 
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=max(timeout_seconds, 0.001))
-        work = self._group.broadcast([flat], options)
+        return self._group.broadcast([flat], options)
+
+    def _finish(self, work: Any, timeout_seconds: float, check: Callable[[], None]) -> None:
         if self.backend == "nccl":
-            deadline = time.monotonic() + timeout_seconds
-            while not work.is_completed():
-                if time.monotonic() > deadline:
-                    self._group.abort()
-                    raise RuntimeError("Operation timed out!")
-                time.sleep(_POLL_SECONDS)
+            try:
+                wait_until(work.is_completed, timeout_seconds, check)
+            except BaseException:
+                # What was begun would stay on the GPU for ever.
+                self.close()
+                raise
         work.wait()
 
-    def close(self) -> None:
-        """Leave; the others notice at once if they wait for this process."""
-        # gloo closes its connections when nobody holds the group any more.
-        self._group = None
+
+def wait_until(is_done: Callable[[], bool], timeout_seconds: float, check: Callable[[], None]) -> None:
+    """Wait, and call `check` several times a second.
+
+    Raises:
+        RuntimeError: it is not done in time.
+    """
+    now = time.monotonic()
+    deadline, checked_at = now + timeout_seconds, now
+    while not is_done():
+        now = time.monotonic()
+        if now > deadline:
+            raise RuntimeError("timed out")
+        if now - checked_at > _CHECK_SECONDS:
+            check()
+            checked_at = now
+        time.sleep(_POLL_SECONDS)
+
+
+@contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """Make a group of nccl over which torch sets no thread that ends the whole process when a peer is lost:
+    here that is an error like others, and a policy server outlives its trainer. torch reads this from the
+    environment alone, when the group is made.
+    """
+    before = os.environ.get(_BLOCKING_WAIT)
+    os.environ[_BLOCKING_WAIT] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_BLOCKING_WAIT]
+        else:
+            os.environ[_BLOCKING_WAIT] = before
 
 
 def reason_of(error: BaseException) -> str:

@@ -42,6 +42,19 @@ def resolve_model(config: ModelFilesConfig) -> ModelSource:
     Raises:
         ModelError: there is no such file, folder, package or Hub repository, or it holds no usable weights.
     """
+    path = find_local(config)
+    if path is None:
+        return ModelSource(config.name, _fetch_from_hub(config))
+    return ModelSource(config.name, dequantize(path) if path.suffix == ".gguf" else path)
+
+
+def find_local(config: ModelFilesConfig) -> Path | None:
+    """The model as a folder or GGUF file on this machine; None if it is one of the Hub. Fetches and converts
+    nothing.
+
+    Raises:
+        ModelError: it has to be on this machine, and is not, or is no model.
+    """
     name = config.name
     if name.startswith("package:"):
         path = _package_file(name)
@@ -51,19 +64,17 @@ def resolve_model(config: ModelFilesConfig) -> ModelSource:
         if not path.exists():
             if looks_local:
                 raise ModelError(f"model.name = {name!r}: no such file or folder on this machine")
-            return ModelSource(name, _fetch_from_hub(config))
+            return None
     if config.revision is not None:
         raise ModelError(
             f"model.revision = {config.revision!r} names a version on the Hub, but model.name = {name!r} is "
             f"found on this machine; remove model.revision"
         )
-    if path.suffix == ".gguf":
-        return ModelSource(name, dequantize(path))
-    if not (path / "config.json").is_file():
+    if path.suffix != ".gguf" and not (path / "config.json").is_file():
         raise ModelError(
             f"model.name = {name!r}: {path} holds no config.json; name a Hugging Face folder or .gguf file"
         )
-    return ModelSource(name, path)
+    return path
 
 
 def load_model_config(config: ModelFilesConfig, source: ModelSource) -> PretrainedConfig:

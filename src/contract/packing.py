@@ -57,11 +57,12 @@ def pack(lengths: Sequence[int], capacity: int, *, window: int = 1024) -> list[l
 def pack_balanced(
     lengths: Sequence[int], capacity: int, world_size: int, *, multiple: int = 1
 ) -> list[list[list[int]]]:
-    """Pack items into rows as `pack` does, and deal the rows to ranks so that all get about as many tokens.
+    """Pack items into rows, and deal the rows to ranks so that all get about as many tokens.
 
-    The longest rows are dealt first, each to the rank with the fewest tokens that still has room for a row
-    (LPT, https://doi.org/10.1137/0117039); a rank computes its rows in the order in which they were opened.
-    Deterministic.
+    Several ranks take as long as the one with the most: their rows are as many as `pack` needs, rounded up to
+    equally many for each, and items are spread evenly over all of them where that fits (LPT: the longest
+    first, each to the emptiest row; https://doi.org/10.1137/0117039). Otherwise rows are those of `pack`, and
+    are dealt by the same rule. A rank computes its rows in order. Deterministic.
 
     Args:
         lengths, capacity: see `pack`.
@@ -78,12 +79,25 @@ def pack_balanced(
     rows = pack(lengths, capacity)
     per_rank = -(-max(1, len(rows)) // world_size)
     per_rank = -(-per_rank // multiple) * multiple
-    sizes = [sum(lengths[item] for item in row) for row in rows]
-    loads = [(0, rank) for rank in range(world_size)]
-    dealt: list[list[int]] = [[] for _ in range(world_size)]
-    for row in sorted(range(len(rows)), key=lambda row: (-sizes[row], row)):
-        load, rank = heapq.heappop(loads)
-        dealt[rank].append(row)
-        if len(dealt[rank]) < per_rank:
-            heapq.heappush(loads, (load + sizes[row], rank))
-    return [[rows[row] for row in sorted(mine)] + [[] for _ in range(per_rank - len(mine))] for mine in dealt]
+    if world_size > 1:
+        spread = _spread(lengths, world_size * per_rank)
+        if all(sum(lengths[item] for item in row) <= capacity for row in spread):
+            rows = [row for row in spread if row]
+    dealt = _spread([sum(lengths[item] for item in row) for row in rows], world_size, per_rank)
+    return [[rows[row] for row in mine] + [[] for _ in range(per_rank - len(mine))] for mine in dealt]
+
+
+def _spread(lengths: Sequence[int], num_places: int, most: int | None = None) -> list[list[int]]:
+    """Items by place, in order: the longest first, each to the place with the least that has room for it.
+
+    Args:
+        most: items in a place; None does not limit them.
+    """
+    loads = [(0, place) for place in range(num_places)]
+    places: list[list[int]] = [[] for _ in range(num_places)]
+    for item in sorted(range(len(lengths)), key=lambda item: (-lengths[item], item)):
+        load, place = heapq.heappop(loads)
+        places[place].append(item)
+        if len(places[place]) != most:
+            heapq.heappush(loads, (load + lengths[item], place))
+    return [sorted(items) for items in places]

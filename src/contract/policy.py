@@ -26,6 +26,9 @@ UPDATE_ROUTE = "/update_weights"
 HEALTH_ROUTE = "/health"
 CONTENT_TYPE = "application/msgpack"
 
+OTHER_RUN = 412
+"""HTTP status of a draw that names a run, when the weights are of another one."""
+
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How one sequence is drawn.
@@ -95,11 +98,14 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     Attributes:
         request_id: unique among running requests; a request is ended by closing its connection.
         prompt: token ids.
+        run_id: run whose weights must draw every token; with any other the request is refused or ended
+            (status `OTHER_RUN`). Empty draws with whatever is there.
     """
 
     request_id: str
     prompt: list[int]
     sampling: Sampling
+    run_id: str = ""
 
 
 class GenerateResponse(msgspec.Struct, frozen=True):
@@ -132,11 +138,28 @@ class TensorInfo(msgspec.Struct, frozen=True):
     shape: list[int]
 
 
+class Origin(msgspec.Struct, frozen=True):
+    """Whose weights these are; both empty is nobody's: the model as loaded.
+
+    Attributes:
+        run_id: of the run folder.
+        trainer: id that a trainer takes anew at every start. On the rollout channel it goes by the same one,
+            so the orchestrator knows which weights are those of the trainer that it works for.
+    """
+
+    run_id: str
+    trainer: str
+
+
+NOBODY = Origin("", "")
+
+
 class FolderUpdate(msgspec.Struct, frozen=True, tag="folder"):
     """Weights of `version` lie as safetensors in `folder`."""
 
     version: int
     folder: str
+    origin: Origin
 
 
 class BroadcastUpdate(msgspec.Struct, frozen=True, tag="broadcast"):
@@ -146,8 +169,7 @@ class BroadcastUpdate(msgspec.Struct, frozen=True, tag="broadcast"):
         tensors: in the order in which they come.
         backend: gloo or nccl; auto lets the sender decide when it knows the devices of all receivers.
         host, port: where the sender's store listens.
-        sender: id of the sender; another one at the same address has another.
-        number: of this broadcast among those of the sender.
+        number: of this broadcast among those of the trainer.
         rank, world_size: of the receiver in the group; the sender is rank 0.
         bucket_bytes: tensors are packed into buckets of at most so many bytes (a larger one is alone).
         timeout_seconds: longest wait for a bucket.
@@ -158,7 +180,7 @@ class BroadcastUpdate(msgspec.Struct, frozen=True, tag="broadcast"):
     backend: Literal["auto", "gloo", "nccl"]
     host: str
     port: int
-    sender: str
+    origin: Origin
     number: int
     rank: int
     world_size: int
@@ -170,9 +192,10 @@ WeightUpdate = FolderUpdate | BroadcastUpdate
 
 
 class VersionInfo(msgspec.Struct, frozen=True):
-    """The policy version that draws tokens now."""
+    """The policy version that draws tokens now, and whose it is."""
 
     version: int
+    origin: Origin
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):

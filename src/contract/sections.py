@@ -66,10 +66,24 @@ class ZmqChannelConfig(Settings):
     """Batches over a TCP connection."""
 
     type: Literal["zmq"] = "zmq"
-    host: str = Field(default="127.0.0.1", min_length=1, description="Address that the orchestrator binds.")
+    host: str = Field(
+        default="127.0.0.1",
+        min_length=1,
+        description="Name or address at which the trainer reaches the orchestrator.",
+    )
+    bind: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description="Address that the orchestrator binds, if it is another one: `0.0.0.0` is every address "
+        "of its machine. None is host.",
+    )
     port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
         default=None, description="Port that the orchestrator binds; None is a free one."
     )
+
+    @property
+    def bound(self) -> str:
+        """Address that the orchestrator binds."""
+        return self.bind or self.host
 
 
 ChannelConfig = Annotated[FilesystemChannelConfig | ZmqChannelConfig, Field(discriminator="type")]

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from contract.control import holding_pause_signal
-from contract.errors import EXIT_SIGNAL_BASE
+from contract.entry import entry_point
 
 
-@holding_pause_signal()
-def main() -> int:
+@entry_point(before="the policy server began")
+def main() -> Callable[[Path, Path], int]:
     """Serve; returns the exit code."""
-    try:
-        from inference.cli import run_part  # a second, in which a signal may come
+    from inference.cli import run_part
 
-        return run_part(Path(sys.argv[1]), Path(sys.argv[2]))
-    except KeyboardInterrupt:  # `run` handles signals itself, once it has begun
-        print("ended by SIGINT before the policy server began", file=sys.stderr)
-        return EXIT_SIGNAL_BASE + signal.SIGINT
+    return run_part
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))

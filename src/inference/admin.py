@@ -21,7 +21,6 @@ from contract.policy import (
     UPDATE_ROUTE,
     VERSION_ROUTE,
     PauseRequest,
-    VersionInfo,
     WeightUpdate,
     encode,
 )
@@ -72,27 +71,27 @@ class Admin:
         ]
 
     async def version(self, request: Request) -> Response:
-        """The version that draws; waits up to `timeout_seconds` until it is `at_least`."""
+        """What draws; waits up to `timeout_seconds` for a version of `at_least`, or of another trainer."""
         at_least = _parameter(request, "at_least", int)
         timeout_seconds = _parameter(request, "timeout_seconds", float)
         waiting = self._service.wait_for_version(at_least, timeout_seconds)
-        return pack(VersionInfo(await until_disconnect(request.receive, waiting)))
+        return pack(await until_disconnect(request.receive, waiting))
 
     async def pause(self, request: Request) -> Response:
         """Returns when nothing is being drawn; an empty body is mode `keep`."""
         body = await request.body()
         await self._service.pause(unpack(body, self._pause).mode if body else "keep")
-        return pack(VersionInfo(self._service.engine.version))
+        return pack(self._service.weights)
 
     async def resume(self, request: Request) -> Response:
         """Go on."""
         await self._service.resume()
-        return pack(VersionInfo(self._service.engine.version))
+        return pack(self._service.weights)
 
     async def update(self, request: Request) -> Response:
         """Load weights. Goes on if the client leaves: half an update would be worse than one unasked for."""
         update = unpack(await request.body(), self._update)
-        return pack(VersionInfo(await self._service.update(update)))
+        return pack(await self._service.update(update))
 
     async def health(self, request: Request) -> Response:
         """200 if the server can be relied on, 503 if it has failed, stalls or ends."""

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from contract.attempt import record_exit, register_rank, write_whole
+from contract.entry import undisturbed_import
 from contract.errors import EXIT_SIGNAL_BASE, Interrupted, PolicyServerError, TailraceError, exit_code_of
 from contract.settings.load import load_file
 from inference.config import InferenceConfig
@@ -225,13 +226,15 @@ async def _serve_engine(
     host, port = listener.getsockname()[:2]
 
     def on_started() -> None:
-        logger.info("policy server: %s, version %d, at http://%s:%d", name, engine.version, host, port)
+        logger.info(
+            "policy server: %s, version %d, at http://%s:%d", name, service.weights.version, host, port
+        )
 
     def look() -> None:
         stats = engine.stats()
         on_status(
             {
-                "version": engine.version,
+                "version": service.weights.version,
                 "running": stats.num_running,
                 "waiting": service.num_waiting,
                 "tokens": stats.num_drawn_tokens,
@@ -289,8 +292,9 @@ def _unserved(config: InferenceConfig, port: int, error: BaseException | None) -
 
 def _load(config: InferenceConfig) -> Served:
     # Seconds and torch: not before the port is ours.
-    from inference.engine.build import build_engine
-    from inference.receive.build import WeightReceiver
+    with undisturbed_import():
+        from inference.engine.build import build_engine
+        from inference.receive.build import WeightReceiver
 
     engine = build_engine(config)
     receiver = WeightReceiver(engine.device)

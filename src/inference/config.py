@@ -85,8 +85,9 @@ class InferenceConfig(ServerSection):
     model: ModelFilesConfig = Field(description="The model.")
     run_id: str = Field(
         default="",
-        description="Run that the server belongs to: its version is -1 until the run's trainer has given it "
-        "weights. Empty is none: the model as loaded is version 0.",
+        description="Id of the run that the server belongs to: it takes weights of that run alone, and its "
+        "version is -1 until the run's trainer has given it some. Empty takes them of whichever trainer "
+        "begins, and the model as loaded is version 0.",
     )
     log_file: PathSetting | None = Field(
         default=None, description="File that takes the log beside the console; None is none."

@@ -95,7 +95,7 @@ class _EngineCollector:
         gauges = {
             "policy_running_requests": ("Sequences being drawn.", stats.num_running),
             "policy_waiting_requests": ("Sequences that wait.", self._service.num_waiting),
-            "policy_version": ("Policy version that draws tokens.", engine.version),
+            "policy_version": ("Policy version that draws tokens.", self._service.weights.version),
             "policy_paused": ("1 while a pause is in force.", int(engine.is_paused)),
             "policy_updating": ("1 while weights are being loaded.", int(self._service.is_updating)),
         }

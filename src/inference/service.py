@@ -3,8 +3,9 @@
 Owns the gate of admission, the names of running requests, the order of updates and who waits for a version.
 Leaves drawing, pausing and swapping weights to the engine.
 
-Invariants: between `pause` and `resume` no request reaches the engine, it waits here; the version never
-falls; one update at a time; after `close` or a failure of the engine nothing waits any more.
+Invariants: between `pause` and `resume` no request reaches the engine, it waits here; one update at a time;
+a request that names a run has no token of weights of another (`inference.lineage` knows whose they are);
+after `close` or a failure of the engine nothing waits any more.
 """
 
 from __future__ import annotations
@@ -14,11 +15,20 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from contextlib import AbstractContextManager, aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from contract.errors import PolicyServerError, PublishError
-from contract.policy import GenerateRequest, InvalidSampling, PauseMode, WeightUpdate, check_sampling
+from contract.policy import (
+    GenerateRequest,
+    InvalidSampling,
+    PauseMode,
+    VersionInfo,
+    WeightUpdate,
+    check_sampling,
+)
 from inference.engine.base import Drawn, Engine
+from inference.lineage import Lineage
 from inference.refusal import Refused
 
 if TYPE_CHECKING:
@@ -50,13 +60,15 @@ class PolicyService:
             pause_mode: what becomes of running requests during an update.
             stall_seconds: an engine that has requests, is not paused and draws nothing for so long is not
                 healthy.
-            run_id: run that the server belongs to; empty is none. Health tells it.
+            run_id: run that the server belongs to, of which alone it takes weights; empty is none. Health
+                tells it.
         """
         self.engine = engine
         self._open_update = open_update
         self._pause_mode: PauseMode = pause_mode
         self._stall_seconds = stall_seconds
         self._run_id = run_id
+        self._lineage = Lineage(engine.version, run_id)
         self._gate = asyncio.Event()
         self._gate.set()
         self._pausing = asyncio.Lock()
@@ -67,6 +79,11 @@ class PolicyService:
         self._ending: str | None = None
         self._progress = (0, 0, 0)
         self._progress_at = time.monotonic()
+
+    @property
+    def weights(self) -> VersionInfo:
+        """Those that draw now."""
+        return self._lineage.info(self.engine.version)
 
     @property
     def is_updating(self) -> bool:
@@ -82,8 +99,9 @@ class PolicyService:
         """Draw one sequence; waits while the server is paused. Closing the generator ends the request.
 
         Raises:
-            Refused: the prompt or the sampling cannot be served (400), the id is in use (409), the server
-                ends or its engine has failed (503).
+            Refused: the prompt or the sampling cannot be served (400), the id is in use (409), the weights
+                are not of the run that the request names, or no longer (`OTHER_RUN`), the server ends or its
+                engine has failed (503).
         """
         try:
             check_sampling(request.sampling)
@@ -94,9 +112,12 @@ class PolicyService:
         self._running.add(request.request_id)
         try:
             await self._admission()
+            # At once, not with the first token, which may be long in coming.
+            self._lineage.versions([self.engine.version], request.run_id)
             async with aclosing(self.engine.draw(request)) as pieces:
                 async for piece in pieces:
-                    yield piece
+                    versions = self._lineage.versions(piece.versions, request.run_id)
+                    yield replace(piece, versions=versions)
         except ValueError as error:
             raise Refused(400, str(error), code="invalid_prompt") from error
         except Refused:
@@ -125,59 +146,52 @@ class PolicyService:
             await self.engine.resume()
             self._gate.set()
 
-    async def update(self, update: WeightUpdate) -> int:
+    async def update(self, update: WeightUpdate) -> VersionInfo:
         """Load weights; returns when the next token will be drawn with them.
 
-        The present version may be loaded again; an older one may not, since versions of tokens would no
-        longer tell which weights drew them.
-
         Returns:
-            The version that draws now.
+            What draws now.
 
         Raises:
-            Refused: another update is going on or the version is older than the present one (409), the
-                weights cannot be loaded (422): the server stays on the version that it had. 503 as above.
+            Refused: another update is going on, or `Lineage.admit` refuses this one (409), the weights cannot
+                be loaded (422): the server stays on the version that it had. 503 as above.
         """
         self._check_alive()
-        present = self.engine.version
         if self._updating is not None:
             raise Refused(
                 409, f"version {update.version} must wait: version {self._updating} is being loaded"
             )
-        if update.version < present:
-            raise Refused(
-                409,
-                f"version {update.version} is older than version {present}, which draws now; start the "
-                f"server again to go back",
-            )
+        number = self._lineage.admit(update, self.engine.version)
         self._updating = update.version
         began = time.monotonic()
         try:
-            await self._load(update)
+            await self._load(update, number)
         except PublishError as error:
             raise Refused(422, f"version {update.version} was not loaded: {error}") from error
         except PolicyServerError as error:
             raise Refused(503, f"version {update.version} was not loaded: {error}") from error
         finally:
             self._updating = None
+            self._lineage.settle(self.engine.version)
         logger.debug("version %d loaded in %.2f s", update.version, time.monotonic() - began)
         self._tell_waiters()
-        return self.engine.version
+        return self.weights
 
-    async def wait_for_version(self, at_least: int, timeout_seconds: float) -> int:
-        """The present version, as soon as it is `at_least` or the time is over."""
+    async def wait_for_version(self, at_least: int, timeout_seconds: float) -> VersionInfo:
+        """What draws, as soon as its version is `at_least` or its trainer is new, or after the time."""
         if not 0 <= timeout_seconds <= _LONGEST_WAIT_SECONDS:
             raise Refused(
                 400, f"timeout_seconds = {timeout_seconds:g} is not between 0 and {_LONGEST_WAIT_SECONDS:g}"
             )
+        origin = self.weights.origin
         try:
             async with asyncio.timeout(timeout_seconds):
-                while self.engine.version < at_least:
+                while self.weights.version < at_least and self.weights.origin == origin:
                     self._check_alive()
                     await self._version_changed.wait()
         except TimeoutError:
             pass
-        return self.engine.version
+        return self.weights
 
     async def watch(self, on_look: Callable[[], None] = lambda: None) -> BaseException:
         """Wait until the engine fails, and return why. Meanwhile keeps an eye on its progress.
@@ -215,7 +229,8 @@ class PolicyService:
         return status == "ok", {
             "status": status,
             "run_id": self._run_id,
-            "version": self.engine.version,
+            "version": self.weights.version,
+            "weights_of_run": self.weights.origin.run_id,
             "paused": self.engine.is_paused,
             "updating": self._updating,
             "running": stats.num_running,
@@ -236,10 +251,10 @@ class PolicyService:
             self._num_held -= 1
         self._check_alive()
 
-    async def _load(self, update: WeightUpdate) -> None:
+    async def _load(self, update: WeightUpdate, number: int) -> None:
         tensors = _read(self._open_update, update)
         try:
-            await self.engine.load(tensors, update.version, self._pause_mode)
+            await self.engine.load(tensors, number, self._pause_mode)
         except Exception:
             # Whatever is open may block when it is closed.
             await asyncio.to_thread(tensors.close)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from contextlib import suppress
 from pathlib import Path
+
+_KILLED_SECONDS = 5.0
+"""A process that was killed ends at once, unless it hangs in the kernel: in a device or a file system."""
 
 
 def send(pid: int, signum: int) -> bool:
@@ -15,6 +19,18 @@ def send(pid: int, signum: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def end_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    """Wait for the end of a child, and kill it after `seconds`. Returns whether it ended by itself."""
+    try:
+        process.wait(seconds)
+        return True
+    except subprocess.TimeoutExpired:
+        process.kill()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_KILLED_SECONDS)
+    return False
 
 
 def marked_processes(variable: str, value: str) -> list[int] | None:

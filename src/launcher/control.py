@@ -12,12 +12,20 @@ from pathlib import Path
 
 from contract import control
 from contract.control import PausedMark, Request
-from contract.errors import EXIT_FAILURE, EXIT_OK, EXIT_PAUSED, EXIT_SIGNAL_BASE, RunFolderError
+from contract.errors import (
+    EXIT_FAILURE,
+    EXIT_OK,
+    EXIT_PAUSED,
+    EXIT_SIGNAL_BASE,
+    RunFolderError,
+    TailraceError,
+)
 from contract.layout import RunFolder
 from launcher.folder import is_running
 
 _POLL_SECONDS = 0.1
 _SIGINT = 2
+_TIMEOUT_SECONDS = 3600.0
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -40,6 +48,13 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     for command in (pause, save):
         command.add_argument("path", type=Path, metavar="run", help="run folder")
         command.add_argument("--no-wait", action="store_true", help="leave the request and return at once")
+        command.add_argument(
+            "--timeout",
+            type=float,
+            default=_TIMEOUT_SECONDS,
+            metavar="SECONDS",
+            help=f"longest wait (default {_TIMEOUT_SECONDS:g}); the request stands after it",
+        )
 
 
 def _pause(arguments: argparse.Namespace) -> int:
@@ -53,7 +68,7 @@ def _pause(arguments: argparse.Namespace) -> int:
     if arguments.no_wait:
         return EXIT_OK
     try:
-        return _await_pause(folder)
+        return _await_pause(folder, _Limit(folder, arguments.timeout))
     except KeyboardInterrupt:
         print("stopped waiting; the run pauses all the same", file=sys.stderr)
         return EXIT_SIGNAL_BASE + _SIGINT
@@ -67,7 +82,7 @@ def _save_now(arguments: argparse.Namespace) -> int:
     if arguments.no_wait:
         return EXIT_OK
     try:
-        return _await_answer(folder, "save-now")
+        return _await_answer(folder, "save-now", _Limit(folder, arguments.timeout))
     except KeyboardInterrupt:
         print("stopped waiting; the run saves all the same", file=sys.stderr)
         return EXIT_SIGNAL_BASE + _SIGINT
@@ -89,11 +104,33 @@ def _ask(folder: RunFolder, request: Request) -> bool:
     return is_running(folder) or _give_up(folder, request)
 
 
-def _await_pause(folder: RunFolder) -> int:
-    """Wait for the end of the run."""
-    code = _await_answer(folder, "pause")
-    while code == EXIT_OK and is_running(folder):
+class _Limit:
+    """Of the time that this command waits for a run."""
+
+    def __init__(self, folder: RunFolder, seconds: float) -> None:
+        self._folder = folder
+        self._seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    def pause(self, state: str) -> None:
+        """Before the next look at a run that is in this state.
+
+        Raises:
+            TailraceError: the time is over.
+        """
+        if time.monotonic() >= self._end:
+            raise TailraceError(
+                f"stopped waiting after {self._seconds:g} s (--timeout): the run in {self._folder.root} "
+                f"{state}. The request stands; what the run does is in {self._folder.logs}/latest"
+            )
         time.sleep(_POLL_SECONDS)
+
+
+def _await_pause(folder: RunFolder, limit: _Limit) -> int:
+    """Wait for the end of the run."""
+    code = _await_answer(folder, "pause", limit)
+    while code == EXIT_OK and is_running(folder):
+        limit.pause("pauses, and has not ended")
     if code != EXIT_OK:
         return code
     mark = control.read_paused(folder)
@@ -104,7 +141,7 @@ def _await_pause(folder: RunFolder) -> int:
     return EXIT_OK
 
 
-def _await_answer(folder: RunFolder, request: Request) -> int:
+def _await_answer(folder: RunFolder, request: Request, limit: _Limit) -> int:
     """Wait until the run has taken the request, and print what it says."""
     while True:
         # In this order: a run that has ended answers no more.
@@ -121,7 +158,7 @@ def _await_answer(folder: RunFolder, request: Request) -> int:
         if not was_running:
             _give_up(folder, request)
             return EXIT_FAILURE
-        time.sleep(_POLL_SECONDS)
+        limit.pause("has not finished its step")
 
 
 def _give_up(folder: RunFolder, request: Request) -> bool:

@@ -1,176 +1,52 @@
-"""The commands `trainer`, `orchestrator` and `inference`: one part of an RL run alone, on any machine.
-
-Each reads the part's file in `<run>/config/`, which `rl` wrote (also with `--dry-run`), and runs the part in
-this process; several ranks of the trainer run under `processes.launch`. The parts find each other by the
-addresses in their files. A part joins the attempt of one that is running already; otherwise it begins one.
+"""The entry points of the commands `trainer`, `orchestrator` and `inference`; `parts_run` is what they do.
 
 `python -m launcher.parts ranks CONFIG ATTEMPT_DIR` runs the ranks of the trainer for `rl`.
 """
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
-from contract import control
-from contract.attempt import read_pid, register_rank
-from contract.control import holding_pause_signal
-from contract.errors import EXIT_OK, RunFolderError, TailraceError
-from contract.layout import RunFolder
-from contract.settings.base import Settings
-from contract.settings.dump import to_toml
-from contract.settings.load import load_file, load_settings
-from inference.config import InferenceConfig
-from launcher import folder as run_folder
-from launcher import store
-from launcher.alive import send
-from launcher.devices import count_gpus, default_processes
-from launcher.prepare import check_model_and_store, note
-from launcher.processes import launch
-from launcher.rl_start import run_id_of
-from launcher.running import ORCHESTRATOR, SERVER, TRAINER
-from launcher.spec import LaunchSpec, num_cores
-from orchestrator.config import OrchestratorConfig
-from trainer.config import RLTrainConfig
-
-S = TypeVar("S", bound=Settings)
+from contract.entry import entry_point
 
 
-@holding_pause_signal()
-def trainer(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `trainer`; returns the exit code."""
-    return _run_part(RLTrainConfig, argv, TRAINER, "The trainer of an RL run, alone.", _train)
-
-
-@holding_pause_signal()
-def orchestrator(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `orchestrator`; returns the exit code."""
-    return _run_part(OrchestratorConfig, argv, ORCHESTRATOR, "The orchestrator of an RL run, alone.", _sample)
-
-
-@holding_pause_signal()
-def inference(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `inference`; returns the exit code."""
-    return _run_part(InferenceConfig, argv, SERVER, "A policy server.", _serve)
-
-
-def _run_part(
-    cls: type[S], argv: Sequence[str] | None, name: str, description: str, run: Callable[[S], int]
-) -> int:
-    try:
-        loaded = load_settings(
-            cls, sys.argv[1:] if argv is None else argv, prog=name, description=description
-        )
-        for notice in loaded.notices:
-            note(notice)
-        if loaded.dry_run:
-            print("the configuration is valid")
-            return EXIT_OK
-        return run(loaded.settings)
-    except TailraceError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-
-
-def _train(config: RLTrainConfig) -> int:
-    folder = RunFolder.of_run(config.output_dir, config.run_name, config.checkpoint_url)
-    processes = config.deployment.num_processes or default_processes(config.deployment.device, count_gpus())
-    run_folder.check_usable(folder, resume=config.resume is not None, clean=config.clean)
-    with run_folder.lock(folder) as held:
-        control.clear(folder)
-        check_model_and_store(config)
-        store.check_usable(folder, resume=config.resume is not None, clean=config.clean)
-        if config.clean:
-            _check_alone(folder)
-            store.clean_steps(folder)
-            run_folder.clean_run(folder)
-        folder.paused.unlink(missing_ok=True)
-        path, attempt = _enter(config, folder, TRAINER)
-        if processes == 1:
-            if config.deployment.num_threads is not None:
-                os.environ["OMP_NUM_THREADS"] = str(config.deployment.num_threads)
-            from trainer.cli import run  # imports torch
-
-            return run(path, attempt)
-        return _launch_ranks(config, path, attempt, processes, keep_open=(held,))
-
-
-def _sample(config: OrchestratorConfig) -> int:
-    from orchestrator.cli import run
-
-    return run(*_enter(config, RunFolder.of_run(config.output_dir, config.run_name, None), ORCHESTRATOR))
-
-
-def _serve(config: InferenceConfig) -> int:
-    if config.num_threads is not None:
-        os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
-    from inference.cli import run
-
-    return run(config)
-
-
-def _enter(config: Settings, folder: RunFolder, name: str) -> tuple[Path, Path]:
-    """The part's configuration in the folder of an attempt, and that folder."""
-    run_folder.check_writable(folder)
-    run_id_of(folder)
-    latest = folder.logs / "latest"
-    joins = latest.is_dir() and _live_parts(latest) and not (latest / f"{name}.toml").exists()
-    attempt = (latest.resolve() if joins else run_folder.new_attempt(folder)).absolute()
-    register_rank(attempt, name)  # before anything slow, so that another part finds it
-    path = attempt / f"{name}.toml"
-    text = to_toml(config, header="What this attempt was started with.")
-    run_folder.write_text(path, text, private=getattr(config, "server_key", None) is not None)
-    return path, attempt
-
-
-def _check_alone(folder: RunFolder) -> None:
-    """Refuse to delete a run whose other parts would go on in what is deleted.
-
-    Raises:
-        RunFolderError: one of them runs on this machine.
+@entry_point(before="training began")
+def trainer() -> Callable[..., int]:
+    """Entry point of `trainer`; returns the exit code. Takes the words of the command line, if not those of
+    `argv`.
     """
-    latest = folder.logs / "latest"
-    for name, pid in _live_parts(latest).items():
-        raise RunFolderError(
-            f"the {name} of the run in {folder.root} is running (process {pid}, of {latest.resolve()}), and "
-            f"--clean would delete its files; nothing was deleted. End it first: kill {pid}"
-        )
+    from launcher.parts_run import run_trainer
+
+    return run_trainer
 
 
-def _live_parts(attempt: Path) -> dict[str, int]:
-    """The parts of the attempt that run on this machine, and their processes."""
-    pids = {name: read_pid(attempt, name) for name in (TRAINER, ORCHESTRATOR)}
-    return {name: pid for name, pid in pids.items() if pid is not None and send(pid, 0)}
+@entry_point(before="sampling began")
+def orchestrator() -> Callable[..., int]:
+    """Entry point of `orchestrator`, like that of `trainer`."""
+    from launcher.parts_run import run_orchestrator
+
+    return run_orchestrator
 
 
-def _launch_ranks(
-    config: RLTrainConfig, path: Path, attempt: Path, processes: int, *, keep_open: tuple[int, ...] = ()
-) -> int:
-    return launch(
-        LaunchSpec(
-            command=[sys.executable, "-m", "trainer", str(path), str(attempt)],
-            num_processes=processes,
-            attempt_dir=attempt,
-            num_threads=config.deployment.num_threads or max(1, num_cores() // processes),
-            grace_seconds=config.grace_seconds,
-        ),
-        keep_open=keep_open,
-    )
+@entry_point(before="the policy server began")
+def inference() -> Callable[..., int]:
+    """Entry point of `inference`, like that of `trainer`."""
+    from launcher.parts_run import run_inference
+
+    return run_inference
 
 
-@holding_pause_signal()
-def _ranks(path: Path, attempt: Path) -> int:
-    """The ranks of the trainer, under `rl`."""
-    config = load_file(RLTrainConfig, path)
-    processes = config.deployment.num_processes
-    assert processes is not None, "rl fills it in"
-    return _launch_ranks(config, path, attempt, processes)
+@entry_point(before="training began")
+def ranks() -> Callable[[Path, Path], int]:
+    """The ranks of the trainer, under `rl`; returns the exit code."""
+    from launcher.parts_run import run_ranks
+
+    return run_ranks
 
 
 if __name__ == "__main__":
     if sys.argv[1] != "ranks":
         sys.exit(f"launcher.parts: {sys.argv[1]!r} is not `ranks`")
-    sys.exit(_ranks(Path(sys.argv[2]), Path(sys.argv[3])))
+    sys.exit(ranks(Path(sys.argv[2]), Path(sys.argv[3])))

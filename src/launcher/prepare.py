@@ -6,7 +6,6 @@ Everything that can be refused is refused before a file of an earlier run is tou
 
 from __future__ import annotations
 
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -14,8 +13,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from contract import control
-from contract.errors import EXIT_SIGNAL_BASE, RunFolderError, TailraceError
+from contract.errors import RunFolderError, TailraceError
 from contract.layout import RunFolder
+from contract.model_files import find_local
 from contract.settings.dump import to_toml
 from contract.settings.load import Loaded, load_settings
 from contract.store import StoreFolder, check_installed
@@ -48,10 +48,6 @@ def run_command(
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        # The processes of the run, and the launcher of several, take signals over when they begin.
-        print("ended by SIGINT before training began", file=sys.stderr)
-        return EXIT_SIGNAL_BASE + signal.SIGINT
 
 
 def prepare(
@@ -107,16 +103,12 @@ def check_model_and_store(config: TrainConfig) -> None:
     """Refuse a local model that is not there, and a store that cannot be reached from here.
 
     Raises:
-        ModelError: there is no such file or folder.
+        ModelError: there is no such file or folder, or it is no model.
         CheckpointError: the package that the store of `ckpt.url` needs is not installed.
     """
     if config.checkpoint_url is not None:
         check_installed(StoreFolder(config.checkpoint_url).scheme)
-    from contract.model_files import resolve_model
-
-    is_local = config.model.name.startswith(("/", ".", "~"))
-    if is_local and not config.model.name.endswith(".gguf"):  # which would be converted here
-        resolve_model(config.model)
+    find_local(config.model)
 
 
 def dry_run_prefix(config: TrainConfig, folder: RunFolder, check_inputs: Callable[[], None]) -> str:

@@ -22,12 +22,13 @@ from types import FrameType
 from contract.attempt import ExitRecord, die_with_parent, log_path, read_exit, read_pid
 from contract.control import PAUSE_SIGNAL, hold_pause_signal, letting_pause_signal_through
 from contract.errors import EXIT_FAILURE, EXIT_OK, EXIT_PAUSED, EXIT_SIGNAL_BASE, is_asked_for
-from launcher.alive import marked_processes, send
+from launcher.alive import end_within, marked_processes, send
 from launcher.output import Tail, last_lines
 from launcher.spec import ATTEMPT_VARIABLE, LaunchSpec
 
 _POLL_SECONDS = 0.1
 _LEFTOVER_SECONDS = 2.0
+_KILL_SECONDS = 10.0
 _SIGNALS_UNTIL_KILL = 3
 
 
@@ -175,16 +176,20 @@ class _Launch:
             deadline = time.monotonic()
         elif self._lost_agent(agent) and self._alive():
             deadline = time.monotonic() + self._spec.grace_seconds
-        while self._alive():
+        while alive := self._alive():
             self._show_output()
+            if time.monotonic() >= deadline + _KILL_SECONDS:
+                pids = ", ".join(map(str, alive))
+                _say(f"these processes were killed and have not ended: {pids}; they hang in the kernel")
+                break
             if time.monotonic() >= deadline or len(self._signals) >= _SIGNALS_UNTIL_KILL:
-                for pid in self._alive():
+                for pid in alive:
                     send(pid, signal.SIGKILL)
                 if agent.poll() is None:
                     agent.kill()
             time.sleep(_POLL_SECONDS / 2)
             agent.poll()
-        agent.wait()
+        end_within(agent, _KILL_SECONDS)
 
     def _lost_agent(self, agent: subprocess.Popen[bytes]) -> bool:
         return agent.returncode is not None and agent.returncode < 0

@@ -1,10 +1,9 @@
-"""Where an RL run begins: the step that it goes on from, decided once for all parts; and what is left of
-later steps.
+"""Where an RL run begins: the step that it goes on from, decided once for all parts; and what an earlier
+attempt left on its way.
 """
 
 from __future__ import annotations
 
-import re
 import secrets
 import shutil
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from contract.layout import RunFolder
 from contract.store import Folder
 from launcher.rl_config import RLConfig
 
-_ROLLOUT_FILE = re.compile(r"(?:step|eval_version)_(\d+)\.jsonl(?:\.partial)?")
 _ID_BYTES = 8
 
 
@@ -70,8 +68,9 @@ def decide_start(config: RLConfig, folder: RunFolder) -> Start:
     return Start(step, found.entry.path, found.warnings)
 
 
-def remove_leftovers(folder: RunFolder, step: int) -> None:
-    """Remove what was on its way or came after `step`: nobody may take it for a part of the run that begins.
+def remove_leftovers(folder: RunFolder) -> None:
+    """Remove batches and weights that were on their way: nobody may take them for those of the attempt that
+    begins.
 
     Raises:
         RunFolderError: it cannot be removed.
@@ -80,10 +79,6 @@ def remove_leftovers(folder: RunFolder, step: int) -> None:
         for path in (folder.channel, folder.broadcasts):
             if path.exists():
                 shutil.rmtree(path)
-        for path in folder.rollouts.iterdir() if folder.rollouts.is_dir() else ():
-            match = _ROLLOUT_FILE.fullmatch(path.name)
-            if match is not None and int(match[1]) > step:
-                path.unlink()
     except OSError as error:
         raise RunFolderError(
             f"what an earlier attempt left in {folder.root} cannot be removed: {error.strerror} "

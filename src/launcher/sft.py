@@ -1,31 +1,19 @@
-"""The entry point of the command `sft`; `sft_run` is what it does.
-
-Imports next to nothing before it is in charge of signals: reading the libraries of a command takes a while on
-a busy machine, and Ctrl-C must not show where it struck.
-"""
+"""The entry point of the command `sft`; `sft_run` is what it does."""
 
 from __future__ import annotations
 
-import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 
-from contract.control import holding_pause_signal
-from contract.errors import EXIT_SIGNAL_BASE
+from contract.entry import entry_point
 
 
-# SIGUSR1 would end this process before the trainer, or the launcher of several processes, can answer it.
-@holding_pause_signal()
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code. `argv` None takes the words of the command line."""
-    try:
-        from launcher.sft_run import run  # takes much longer than all above
+@entry_point(before="training began")
+def main() -> Callable[..., int]:
+    """Entry point; returns the exit code. Takes the words of the command line, if not those of `argv`."""
+    from launcher.sft_run import run
 
-        return run(argv)
-    except KeyboardInterrupt:
-        # The processes of the run, and the launcher of several, take signals over when they begin.
-        print("ended by SIGINT before training began", file=sys.stderr)
-        return EXIT_SIGNAL_BASE + signal.SIGINT
+    return run
 
 
 if __name__ == "__main__":

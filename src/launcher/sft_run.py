@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from contract.entry import undisturbed_import
 from contract.errors import EXIT_OK, ConfigError, RunFolderError
 from contract.layout import RunFolder
 from contract.settings.load import Loaded, with_values
@@ -55,7 +56,7 @@ class OuterRank:
         )
 
 
-def run(argv: Sequence[str] | None) -> int:
+def run(argv: Sequence[str] | None = None) -> int:
     """All of the command; returns the exit code. `argv` None takes the words of the command line."""
     return run_command(
         SFTConfig,
@@ -205,6 +206,7 @@ def _attempt_of_rank_0(folder: RunFolder, outer: OuterRank) -> Path:
 
 
 def _train_here(config_path: Path, attempt: Path) -> int:
-    from trainer import cli  # imports torch
+    with undisturbed_import():
+        from trainer import cli  # imports torch
 
     return cli.run(config_path, attempt)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from contract.errors import EXIT_FAILURE, EXIT_OK, EXIT_PAUSED, EXIT_SIGNAL_BASE
-from launcher.alive import marked_processes, send
+from launcher.alive import end_within, marked_processes, send
 from launcher.output import last_lines
 from launcher.running import PARTS_VARIABLE, Failure, PartSpec, RunningPart, find_failure
 from launcher.view import View
@@ -297,6 +297,17 @@ class Supervisor:
         marked = marked_processes(PARTS_VARIABLE, str(self._spec.attempt_dir))
         return marked if marked is not None else [part.pid for part in self._parts if part.is_running]
 
+    def _what_is_left(self) -> str:
+        alive = self._alive()
+        if not alive:
+            limit = self._spec.stop_seconds
+            return f"the sweeper hung, and was killed after {limit:g} s; no process of the run is left"
+        pids = ", ".join(map(str, alive))
+        return (
+            f"these processes of the run were killed and have not ended: {pids}; they hang in the kernel (a "
+            f"device, a file system), and no run can begin in this folder until they are gone"
+        )
+
     @contextmanager
     def _sweeping(self) -> Iterator[None]:
         """Have the sweeper wait for the end of this process for the time inside."""
@@ -312,8 +323,9 @@ class Supervisor:
             yield
         finally:
             sweeper.stdin.close()
-            # It holds the lock of the run folder as long as anything is alive.
-            sweeper.wait()
+            # It ends at once, because nothing is alive any more.
+            if not end_within(sweeper, self._spec.stop_seconds):
+                print(self._what_is_left(), file=sys.stderr, flush=True)
 
 
 def _head(failure: Failure) -> str:

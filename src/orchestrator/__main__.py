@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from contract.errors import EXIT_SIGNAL_BASE
+from contract.entry import entry_point
 
 
-def main() -> int:
+@entry_point(before="sampling began")
+def main() -> Callable[[Path, Path], int]:
     """Sample for the run; returns the exit code."""
-    try:
-        from orchestrator.cli import run  # a second or so, in which a signal may come
+    from orchestrator.cli import run
 
-        return run(Path(sys.argv[1]), Path(sys.argv[2]))
-    except KeyboardInterrupt:  # `run` handles signals itself, once it has begun
-        print("ended by SIGINT before sampling began", file=sys.stderr)
-        return EXIT_SIGNAL_BASE + signal.SIGINT
+    return run
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -92,6 +92,7 @@ def compute_metrics(taken: Taken, step: int) -> dict[str, float]:
         "length/mean": _mean([stat.num_sampled for stat in stats]),
         "length/max": float(max(stat.num_sampled for stat in stats)),
         "length/truncated": _mean([stat.is_truncated for stat in stats]),
+        "turns/mean": _mean([stat.num_turns for stat in stats]),
         "groups/trained": float(len(groups)),
         "groups/signal": len(groups) / num_judged,
         "groups/dropped": float(tally.num_no_signal + tally.num_failed_groups + num_again),
@@ -107,6 +108,8 @@ def compute_metrics(taken: Taken, step: int) -> dict[str, float]:
         "advantages/abs_mean": _mean([abs(one.advantage) for one in scored]),
         "rollout/wasted_tokens": float(tally.wasted_tokens),
     }
+    if tally.no_signal_rewards:
+        metrics["groups/no_signal_reward"] = _mean(tally.no_signal_rewards)
     for kind, count in sorted(tally.failures.items()):
         metrics[f"episodes/failed/{kind.replace(' ', '_')}"] = float(count)
     return metrics

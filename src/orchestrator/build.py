@@ -12,7 +12,7 @@ from pathlib import Path
 
 from contract.channel.build import open_sender
 from contract.layout import RunFolder
-from contract.model_files import load_tokenizer, resolve_model
+from contract.model_files import ModelSource, load_tokenizer
 from contract.store import parse_folder
 from orchestrator.background import Background, LoopLag
 from orchestrator.client import PolicyClient
@@ -27,6 +27,7 @@ from orchestrator.pipeline import Parts, Pipeline, Span
 from orchestrator.plan import Plan, PlannedSource
 from orchestrator.progress import Progress, Snapshot, load_snapshot
 from orchestrator.tokens import TurnRenderer
+from orchestrator.trace import remove_later
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +41,14 @@ def run_folder(config: OrchestratorConfig) -> RunFolder:
     return RunFolder(Path(config.output_dir).expanduser() / config.run_name)
 
 
-async def build_pipeline(config: OrchestratorConfig, lag: LoopLag, stack: AsyncExitStack) -> Pipeline:
-    """Load the environments and the tokenizer, and open the ways to policy server and trainer.
+async def build_pipeline(
+    config: OrchestratorConfig, files: ModelSource, lag: LoopLag, stack: AsyncExitStack
+) -> Pipeline:
+    """Load the environments and the tokenizer, and open the ways to policy server and trainer. Removes the
+    traces that an earlier attempt left of later steps.
 
     Args:
+        files: of the model that `config` names.
         stack: takes what must be closed.
 
     Raises:
@@ -53,22 +58,20 @@ async def build_pipeline(config: OrchestratorConfig, lag: LoopLag, stack: AsyncE
     run_id = folder.read_run_id()
     sources = await _load(config.sources, stack)
     progress, snapshot = build_progress(config, sources)
+    version = 0 if snapshot is None else snapshot.step
+    await asyncio.to_thread(remove_later, folder.rollouts, version)
     rollout = config.rollout
-    client = PolicyClient(
-        config.servers,
-        api_key=config.server_key,
-        request_timeout_seconds=rollout.request_timeout_seconds,
-        server_patience_seconds=rollout.server_patience_seconds,
-    )
+    client = _open_client(config, run_id)
     stack.push_async_callback(client.close)
-    runner = EpisodeRunner(client, await asyncio.to_thread(_load_renderer, config), config.seq_len)
+    renderer = await asyncio.to_thread(_load_renderer, config, files)
+    runner = EpisodeRunner(client, renderer, config.seq_len)
     limiter, background = asyncio.Semaphore(places_for(rollout)), Background()
     evaluator, held_out = await _build_evaluator(config, runner, limiter, folder, stack)
     sender = open_sender(config.channel, folder)
     stack.push_async_callback(sender.close)
     span = Span(
         run_id,
-        0 if snapshot is None else snapshot.step,
+        version,
         config.max_steps,
         rollout.lead == 0,
         folder.rollouts,
@@ -86,6 +89,7 @@ async def build_pipeline(config: OrchestratorConfig, lag: LoopLag, stack: AsyncE
         limiter=limiter,
         background=background,
     )
+    _warn_of_hidden_tools(renderer, [*sources, *held_out])
     logger.info("tasks: %s", ", ".join(f"{source.num_tasks:,} of {source.title}" for source in sources))
     if snapshot is not None:
         logger.info(
@@ -124,6 +128,28 @@ def build_progress(
     return Progress(Plan(planned, config.seed, snapshot.counts), group_size, snapshot.outstanding), snapshot
 
 
+def _warn_of_hidden_tools(renderer: TurnRenderer, sources: Sequence[LoadedSource]) -> None:
+    for title in sorted(
+        {source.title for source in sources if source.tools and not renderer.shows(source.tools)}
+    ):
+        logger.warning(
+            "%s offers tools, but the chat template does not write them: the policy is told of them only by "
+            "what the environment says; set model.chat_template to one that writes `tools`, or take a model "
+            "that was made for them",
+            title,
+        )
+
+
+def _open_client(config: OrchestratorConfig, run_id: str) -> PolicyClient:
+    return PolicyClient(
+        config.servers,
+        api_key=config.server_key,
+        request_timeout_seconds=config.rollout.request_timeout_seconds,
+        server_patience_seconds=config.rollout.server_patience_seconds,
+        run_id=run_id,
+    )
+
+
 def _counts(client: PolicyClient, sources: Sequence[LoadedSource]) -> dict[str, int]:
     return {
         "environment/workers_replaced": sum(source.counters.workers_replaced for source in sources),
@@ -158,8 +184,8 @@ async def _load(configs: Sequence[SourceConfig], stack: AsyncExitStack) -> list[
     return sources
 
 
-def _load_renderer(config: OrchestratorConfig) -> TurnRenderer:
-    return TurnRenderer(load_tokenizer(config.model, resolve_model(config.model)))
+def _load_renderer(config: OrchestratorConfig, files: ModelSource) -> TurnRenderer:
+    return TurnRenderer(load_tokenizer(config.model, files))
 
 
 async def _build_evaluator(

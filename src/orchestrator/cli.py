@@ -20,6 +20,7 @@ from types import FrameType
 
 from contract.attempt import record_exit, register_rank, write_whole
 from contract.errors import EXIT_OK, Interrupted, exit_code_of
+from contract.model_files import ModelSource, resolve_model
 from contract.settings.load import load_settings
 from orchestrator.background import LoopLag
 from orchestrator.build import build_pipeline
@@ -54,7 +55,9 @@ def run(config_path: Path, attempt_dir: Path) -> int:
             # What it prints is in orchestrator.log; this one has everything.
             log_file = attempt_dir / f"{NAME}_debug.log"
             configure_logging(config.log.level, rank=0, log_file=log_file, console=True)
-            asyncio.run(_run(config, attempt_dir))
+            # Not in the event loop, where a signal would wait for the end of a download or a conversion.
+            files = resolve_model(config.model)
+            asyncio.run(_run(config, files, attempt_dir))
     except BaseException as error:  # the exit record and the one message must come of every end
         # A disk that is full may be that of the record too: the error itself is told all the same.
         with suppress(OSError):
@@ -74,10 +77,10 @@ def _keep_torch_out() -> None:
     sys.modules.setdefault("torch", None)  # pyright: ignore[reportArgumentType] - the language's own way
 
 
-async def _run(config: OrchestratorConfig, attempt_dir: Path) -> None:
+async def _run(config: OrchestratorConfig, files: ModelSource, attempt_dir: Path) -> None:
     """Until the run is over, an error, or a signal (`Interrupted`)."""
     loop = asyncio.get_running_loop()
-    work = asyncio.ensure_future(_sample(config, attempt_dir))
+    work = asyncio.ensure_future(_sample(config, files, attempt_dir))
     received: list[int] = []
 
     def end(signum: int) -> None:
@@ -96,7 +99,7 @@ async def _run(config: OrchestratorConfig, attempt_dir: Path) -> None:
         faulthandler.cancel_dump_traceback_later()
 
 
-async def _sample(config: OrchestratorConfig, attempt_dir: Path) -> None:
+async def _sample(config: OrchestratorConfig, files: ModelSource, attempt_dir: Path) -> None:
     def beat() -> None:
         faulthandler.dump_traceback_later(_STANDSTILL_SECONDS, exit=True)
         # The launcher's panel shows it; a disk that is full is noticed by what must be written.
@@ -104,7 +107,7 @@ async def _sample(config: OrchestratorConfig, attempt_dir: Path) -> None:
             write_whole(attempt_dir / f"{NAME}.status.json", json.dumps(pipeline.status()))
 
     async with AsyncExitStack() as stack:
-        pipeline = await build_pipeline(config, LoopLag(beat), stack)
+        pipeline = await build_pipeline(config, files, LoopLag(beat), stack)
         await pipeline.run()
     logger.info("the run is over: all %d batches were sampled and trained on", config.max_steps)
 

@@ -3,7 +3,8 @@
 Owns the connections, the choice of a server, and patience. A server that cannot be reached or answers 5xx is
 out of reach: requests go to the others, or wait and try again, and once it has been out of reach for
 `server_patience_seconds` every request that meets it fails. Ending the task of a request closes its
-connection, by which the server knows that it is not wanted any more.
+connection, by which the server knows that it is not wanted any more. Every draw names the run, so that no
+token of another run's weights comes back.
 
 A draw that fails for a reason of its own raises `EpisodeFailed`; `PolicyServerError` is for what no other
 request would escape.
@@ -87,6 +88,7 @@ class PolicyClient:
         api_key: str | None = None,
         request_timeout_seconds: float = 3600.0,
         server_patience_seconds: float = 60.0,
+        run_id: str = "",
     ) -> None:
         """
         Args:
@@ -94,12 +96,14 @@ class PolicyClient:
             api_key: sent as bearer token; None sends none.
             request_timeout_seconds: longest wait for one draw; retries and the server's queue count.
             server_patience_seconds: longest time for which a server may be out of reach.
+            run_id: run whose weights must draw; empty takes any.
         """
         self._servers = [_Server(address) for address in servers]
         if not self._servers:
             raise ValueError("a PolicyClient needs at least one server")
         self._request_timeout = request_timeout_seconds
         self._patience = server_patience_seconds
+        self._run_id = run_id
         headers = {"Content-Type": policy.CONTENT_TYPE, "Accept": policy.CONTENT_TYPE}
         if api_key is not None:
             headers["Authorization"] = f"Bearer {api_key}"
@@ -136,7 +140,8 @@ class PolicyClient:
         Raises:
             EpisodeFailed: it took longer than `request_timeout_seconds` (`timeout`); the server refuses this
                 request, or its answer is none (`server`).
-            PolicyServerError: a server is out of reach for too long, or refuses every request.
+            PolicyServerError: a server is out of reach for too long, refuses every request, or has the
+                weights of another run.
         """
         try:
             async with asyncio.timeout(self._request_timeout):
@@ -159,7 +164,7 @@ class PolicyClient:
             sent_id = request_id if attempt == 0 else f"{request_id}.{attempt}"
             started = time.monotonic()
             try:
-                body = policy.encode(GenerateRequest(sent_id, prompt, sampling))
+                body = policy.encode(GenerateRequest(sent_id, prompt, sampling, self._run_id))
                 url = server.address + policy.GENERATE_ROUTE
                 answer = await self._ask(server, "POST", url, GenerateResponse, body)
             except _OutOfReach as error:
@@ -173,6 +178,8 @@ class PolicyClient:
                     ) from error
                 continue
             except _Refused as error:
+                if error.status == policy.OTHER_RUN:
+                    raise _taken(server, str(error)) from error
                 if error.status in _UNUSABLE:
                     raise _unusable(server, error) from error
                 raise EpisodeFailed("server", f"{server.address} refuses a draw with {error}") from error
@@ -183,33 +190,43 @@ class PolicyClient:
                 )
             return answer
 
-    async def version(self) -> int:
-        """The version that draws now; the lowest of all servers.
+    async def weights(self) -> dict[str, VersionInfo]:
+        """What draws now, by the address of each server.
 
         Raises:
             PolicyServerError: a server is out of reach for too long, or refuses to say.
         """
-        return await self.wait_for_version(0, 0.0)
+        return await self._ask_all(0, 0.0, any_run=True)
 
     async def wait_for_version(self, at_least: int, timeout_seconds: float) -> int:
         """The lowest version of all servers, as soon as that is `at_least`, or after `timeout_seconds`.
 
         Raises:
-            PolicyServerError: a server is out of reach for too long, or refuses to say.
+            PolicyServerError: a server is out of reach for too long, refuses to say, or has the weights of
+                another run.
         """
+        found = await self._ask_all(at_least, timeout_seconds, any_run=False)
+        return min(info.version for info in found.values())
+
+    async def _ask_all(
+        self, at_least: int, timeout_seconds: float, *, any_run: bool
+    ) -> dict[str, VersionInfo]:
         deadline = time.monotonic() + timeout_seconds
         waits = [
-            asyncio.create_task(self._wait_for_version(server, at_least, deadline))
+            asyncio.create_task(self._wait_for_version(server, at_least, deadline, any_run))
             for server in self._servers
         ]
         try:
-            return min(await asyncio.gather(*waits))
+            found = await asyncio.gather(*waits)
         finally:
             # If one failed the others go on waiting otherwise.
             for wait in waits:
                 wait.cancel()
+        return {server.address: info for server, info in zip(self._servers, found, strict=True)}
 
-    async def _wait_for_version(self, server: _Server, at_least: int, deadline: float) -> int:
+    async def _wait_for_version(
+        self, server: _Server, at_least: int, deadline: float, any_run: bool
+    ) -> VersionInfo:
         while True:
             started = time.monotonic()
             wait = min(max(deadline - started, 0.0), _POLL_SECONDS)
@@ -225,8 +242,11 @@ class PolicyClient:
                 continue
             except _Refused as error:
                 raise _unusable(server, error) from error
+            if self._run_id and answer.origin.run_id != self._run_id and not any_run:
+                whose = f"run {answer.origin.run_id}" if answer.origin.run_id else "no run"
+                raise _taken(server, f"it has version {answer.version} of {whose}")
             if answer.version >= at_least or time.monotonic() >= deadline:
-                return answer.version
+                return answer
 
     def _pick(self) -> _Server | None:
         """The least loaded server within reach, in turn among equals; None if there is none now."""
@@ -285,6 +305,14 @@ def _unusable(server: _Server, error: _Refused) -> PolicyServerError:
     return PolicyServerError(
         f"the policy server {server.address} answers {error}; check the address (servers) and the key "
         f"(server_key), and that it is a server of the same version of Tailrace"
+    )
+
+
+def _taken(server: _Server, told: str) -> PolicyServerError:
+    return PolicyServerError(
+        f"the policy server {server.address} does not have the weights of this run any more ({told}): "
+        f"another run has taken it, or it was started again. One run at a time uses a server: give each its "
+        f"own (servers), and go on with --resume"
     )
 
 

@@ -59,6 +59,8 @@ class Tally:
     """Of the valid episodes of groups that were dropped."""
     num_outage: int = 0
     """Groups that failed by outages and are sampled again."""
+    no_signal_rewards: list[float] = field(default_factory=list)
+    """The reward of the episodes of each group without signal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,8 @@ class Dispatcher:
         self._error_rate = ErrorRate(rollout.max_error_rate)
         self._empty_rule = EmptyRule(rollout)
         self._version = 0
+        # That groups were looked at for.
+        self._step = 0
         self.num_episodes_ended = 0
         """Since the start; a run that stands still is told by it."""
 
@@ -163,7 +167,13 @@ class Dispatcher:
             flight.task = self._background.start(self._run_group(flight), name)
 
     def give_up_stale(self, step: int) -> None:
-        """Cancel the groups in flight that could not join batch `step`, the earliest that is left."""
+        """Cancel the groups in flight that could not join batch `step`, the earliest that is left, and drop
+        those that have finished.
+        """
+        if step == self._step:  # Nothing grows older meanwhile, and there may be thousands to look at.
+            return
+        self._step = step
+        self._sweep(step)
         for flight in list(self._flights.values()):
             if is_too_old(step, flight.oldest_version, self._rollout.max_off_policy_steps):
                 assert flight.task is not None
@@ -177,7 +187,9 @@ class Dispatcher:
         """
         size = self._rollout.groups_per_batch
         while True:
-            self._sweep(step)
+            # Once more: a server that lags gives tokens older than the version that they were begun with.
+            if len(self._finished) >= size:
+                self._sweep(step)
             if len(self._finished) < size:
                 return None
             chosen, self._finished = self._finished[:size], self._finished[size:]
@@ -275,6 +287,7 @@ class Dispatcher:
         self._tally.stats.extend(group.stats)
         if group.outcome == "no_signal":
             self._tally.num_no_signal += 1
+            self._tally.no_signal_rewards.append(group.stats[0].reward)
         else:
             self._tally.num_failed_groups += 1
         if self._rollout.on_no_signal == "shrink":

@@ -98,12 +98,13 @@ class Episode:
     @property
     def oldest_version(self) -> int:
         """Of the policies that sampled a token."""
-        return min(version for sample in self.samples for version in sample.versions if version >= 0)
+        # As sets: several times faster than a look at each token, of which there may be millions in a batch.
+        return min(set().union(*(sample.versions for sample in self.samples)) - {-1})
 
     @property
     def newest_version(self) -> int:
         """Of the policies that sampled a token."""
-        return max(version for sample in self.samples for version in sample.versions)
+        return max(max(sample.versions) for sample in self.samples)
 
 
 class EpisodeSource(Protocol):
@@ -184,15 +185,17 @@ class EpisodeRunner:
         return Episode(samples, messages, rewards, num_turns, end)
 
     def _begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> SampledTokens:
-        sample = SampledTokens()
-        sample.append_given(self._renderer.prompt(messages, tools))
-        if len(sample.tokens) >= self._seq_len:
-            raise EpisodeFailed(
-                "prompt too long",
-                f"the first prompt has {len(sample.tokens)} tokens, which leaves nothing to sample within "
-                f"seq_len = {self._seq_len}; raise seq_len, or give shorter tasks",
-            )
-        return sample
+        sample, length = SampledTokens(), "more"
+        if self._renderer.can_fit(messages, self._seq_len):
+            sample.append_given(self._renderer.prompt(messages, tools))
+            length = f"{len(sample.tokens)}"
+            if len(sample.tokens) < self._seq_len:
+                return sample
+        raise EpisodeFailed(
+            "prompt too long",
+            f"the first prompt has {length} tokens, which leaves nothing to sample within seq_len = "
+            f"{self._seq_len}; raise seq_len, or give shorter tasks",
+        )
 
     async def _take_turn(
         self,
@@ -225,6 +228,8 @@ class EpisodeRunner:
             False, with nothing changed, if that leaves no room for a turn.
         """
         sample = samples[-1]
+        if not self._renderer.can_fit(new_messages, self._seq_len):
+            return False
         appended = self._renderer.extend(sample.tokens, num_sampled, messages, new_messages, tools)
         if appended is None:
             sample = SampledTokens()

@@ -157,10 +157,12 @@ class Evaluator:
         failures = [f"{row['failed']}: {row['error']}" for row in rows if "failed" in row]
         rewards: dict[int, list[float]] = {}
         lengths: list[int] = []
+        num_truncated = 0
         for row in rows:
             if "failed" not in row:
                 rewards.setdefault(row["task"], []).append(row["reward"])
                 lengths.append(row["num_tokens"])
+                num_truncated += row["truncated"]
         if not rewards:
             raise EnvironmentFailure(
                 f"all {len(rows)} episodes of evaluation source {title!r} failed at version {version}; "
@@ -179,6 +181,7 @@ class Evaluator:
         metrics = {
             f"eval/{title}/mean": math.fsum(valid) / len(valid),
             f"eval/{title}/length": sum(lengths) / len(lengths),
+            f"eval/{title}/truncated": num_truncated / len(lengths),
             f"eval/{title}/failed": float(len(failures)),
         }
         for k in _ks(self._config.num_samples):

@@ -69,6 +69,7 @@ class EpisodeStats:
     reward: float
     rewards: Mapping[str, float]
     num_sampled: int
+    num_turns: int
     is_truncated: bool
 
 
@@ -128,7 +129,16 @@ def judge(
     """
     valid = [(i, one) for i, one in enumerate(outcomes) if not isinstance(one, EpisodeFailed)]
     stats = [
-        EpisodeStats(draw.position, i, source, one.reward, one.rewards, one.num_sampled, one.is_truncated)
+        EpisodeStats(
+            draw.position,
+            i,
+            source,
+            one.reward,
+            one.rewards,
+            one.num_sampled,
+            one.num_turns,
+            one.is_truncated,
+        )
         for i, one in valid
     ]
     failures = [one for one in outcomes if isinstance(one, EpisodeFailed)]

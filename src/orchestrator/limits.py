@@ -17,8 +17,7 @@ class ErrorRate:
 
     def __init__(self, max_error_rate: float) -> None:
         self._max_error_rate = max_error_rate
-        self._kinds: deque[str | None] = deque(maxlen=_WINDOW)
-        self._first: EpisodeFailed | None = None
+        self._last: deque[EpisodeFailed | None] = deque(maxlen=_WINDOW)
 
     def record(self, failure: EpisodeFailed | None) -> None:
         """One more episode has ended.
@@ -30,17 +29,17 @@ class ErrorRate:
             EnvironmentFailure: more than `max_error_rate` of 100 episodes have failed, whatever became of
                 those of them that are still to come.
         """
-        self._kinds.append(None if failure is None else failure.kind)
+        self._last.append(failure)
         if failure is None:
             return
-        self._first = self._first or failure
-        counts = Counter(kind for kind in self._kinds if kind is not None)
-        if counts.total() > self._max_error_rate * _WINDOW:
+        failures = [one for one in self._last if one is not None]
+        if len(failures) > self._max_error_rate * _WINDOW:
+            counts = Counter(one.kind for one in failures)
             kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
             raise EnvironmentFailure(
-                f"{counts.total()} of the last {len(self._kinds)} episodes failed ({kinds}), more than "
-                f"rollout.max_error_rate = {self._max_error_rate:g} allows. The first error was "
-                f"{self._first}"
+                f"{len(failures)} of the last {len(self._last)} episodes failed ({kinds}), more than "
+                f"rollout.max_error_rate = {self._max_error_rate:g} allows. The first error of them was "
+                f"{failures[0]}"
             )
 
 
@@ -62,6 +61,7 @@ class EmptyRule:
         """
         if group.outcome == "signal":
             self._num_no_signal = self._num_failed = 0
+            self._last_rewards, self._failure = [], None
             return
         if group.outcome == "no_signal":
             self._num_no_signal += 1

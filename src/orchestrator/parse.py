@@ -7,6 +7,7 @@ what it is, text: nothing is mended, and the environment sees what the policy wr
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -64,7 +65,7 @@ def parse_with_family(
         if call.status is not ToolCallParseStatus.OK or call.name is None or arguments is None:
             return None
         calls.append({"name": call.name, "arguments": arguments})
-    if calls and not tools:
+    if calls and not (tools and _is_strict(calls)):
         return None
     message = _with_calls(parsed.content, calls, num_calls)
     if parsed.reasoning_content is not None:
@@ -104,6 +105,15 @@ def _read_json(text: str) -> Any:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
         return None
+
+
+def _is_strict(value: Any) -> bool:
+    """Whether JSON can hold what a lenient reader has found: not NaN, and not half a surrogate pair."""
+    try:
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except ValueError:
+        return False
+    return True
 
 
 def _is_deep(value: Any) -> bool:

@@ -49,8 +49,25 @@ class TurnRenderer:
         self._family = self._check_family(create_family_renderer(tokenizer))
         self._keeps_calls = self._probe_calls()
         self._prompts: OrderedDict[bytes, list[int]] = OrderedDict()
+        self._longest_token = max(map(len, tokenizer.get_vocab()))
         self.stop_ids: list[int] = self._find_stop_ids()
         """Tokens that end a turn: the tokenizer's end of sequence, and the template's end of a turn."""
+
+    def shows(self, tools: Tools) -> bool:
+        """Whether the template writes tools: one that does not leaves the policy without any word of them."""
+        marker = pick_marker("")
+        named = [{**tool, "function": {**tool.get("function", {}), "name": marker}} for tool in tools]
+        try:
+            return marker in self._apply(_PROBE[:1], named, prompt=True)
+        except EpisodeFailed:  # what it refuses is told with the first episode
+            return True
+
+    def can_fit(self, messages: Sequence[Message], seq_len: int) -> bool:
+        """Whether these texts might have no more than `seq_len` tokens, by their length alone: megabytes take
+        seconds to tokenise, in which no other episode goes on.
+        """
+        num_characters = sum(len(message.get("content") or "") for message in messages)
+        return num_characters <= seq_len * self._longest_token
 
     def prompt(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         """The ids of a whole conversation and the generation prompt; shared, so copy the list to change it.

@@ -5,6 +5,7 @@ A file appears under its name only when it is complete.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,9 @@ from contract.errors import RunFolderError
 
 if TYPE_CHECKING:
     from orchestrator.episode import Episode
+
+
+_NAME = re.compile(r"(?:step|eval_version)_(\d+)\.jsonl(?:\.partial)?")
 
 
 def trace_path(rollouts: Path, step: int) -> Path:
@@ -75,3 +79,22 @@ def write_trace(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         with suppress(OSError):
             partial.unlink()
         raise RunFolderError(f"cannot write the trace {path}: {error.strerror}") from error
+
+
+def remove_later(rollouts: Path, step: int) -> None:
+    """Remove the traces of batches and evaluations after `step`, from which the run goes on: nobody may take
+    them for its own.
+
+    Raises:
+        RunFolderError: one cannot be removed.
+    """
+    try:
+        for path in rollouts.iterdir() if rollouts.is_dir() else ():
+            match = _NAME.fullmatch(path.name)
+            if match is not None and int(match[1]) > step:
+                path.unlink()
+    except OSError as error:
+        raise RunFolderError(
+            f"{error.filename}, a trace of a step that is done again, cannot be removed: {error.strerror}; "
+            "give yourself the right to, or choose another run_name"
+        ) from error

@@ -6,6 +6,7 @@ when used. A run that is resumed does steps again; both trackers then show the v
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
@@ -153,23 +154,35 @@ def _start_online(arguments: Mapping[str, Any]) -> wandb.Run:
 
 
 class TensorboardSink:
-    """TensorBoard event files. Numbers become scalars, strings become texts."""
+    """TensorBoard event files. Numbers become scalars, strings become texts; so does the configuration."""
 
     name = "TensorBoard"
     is_vital = False
 
-    def __init__(self, folder: Path, *, flush_seconds: int, first_step: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        flush_seconds: int,
+        first_step: int,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
         """Open a new event file in `folder`.
 
         Args:
             flush_seconds: longest time until an event is on disk, in seconds.
             first_step: first step that this attempt does, from 1; what earlier attempts wrote of it and of
                 later steps is hidden by TensorBoard.
+            config: resolved configuration, shown as JSON before that step.
         """
         from torch.utils.tensorboard import SummaryWriter
 
         purge_step = first_step if first_step > 1 else None
         self._writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=flush_seconds)
+        if config is not None:
+            # Indented, as Markdown has it for what must stay as it is.
+            lines = json.dumps(config, indent=2).splitlines()
+            self._writer.add_text("config", "\n".join(f"    {line}" for line in lines), first_step - 1)
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
         for key, value in values.items():

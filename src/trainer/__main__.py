@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from contract.control import holding_pause_signal
-from contract.errors import EXIT_SIGNAL_BASE
+from contract.entry import entry_point
 
 
-@holding_pause_signal()
-def main() -> int:
+@entry_point(before="training began")
+def main() -> Callable[[Path, Path], int]:
     """Train as this rank; returns the exit code."""
-    try:
-        from trainer.cli import run  # seconds, in which a signal may come
+    from trainer.cli import run
 
-        return run(Path(sys.argv[1]), Path(sys.argv[2]))
-    except KeyboardInterrupt:  # `run` handles signals itself, once it has begun
-        print("ended by SIGINT before training began", file=sys.stderr)
-        return EXIT_SIGNAL_BASE + signal.SIGINT
+    return run
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import random
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ import torch
 from contract.errors import ModelError
 from contract.layout import RunFolder
 from contract.model_files import ModelSource, load_tokenizer, resolve_model
+from contract.policy import Origin
 from telemetry.console import Console
 from trainer.checkpoint.base import Companion, Part
 from trainer.checkpoint.manager import CheckpointManager
@@ -170,7 +172,8 @@ def _open_kind(
     """Open the source of `config`, and know the rest of its kind."""
     tokenizer = load_tokenizer(config.model, files)
     if isinstance(config, RLTrainConfig):
-        stream = open_stream(config, process, folder, state, stack)
+        origin = Origin(folder.read_run_id(), uuid.uuid4().hex)
+        stream = open_stream(config, process, folder, state, origin, stack)
         token_loss = build_token_loss(config.loss)
         # SFT has no use for the libraries that it loads.
         from trainer.publish.build import build_publisher
@@ -186,6 +189,7 @@ def _open_kind(
                 process,
                 folder,
                 weights,
+                origin=origin,
                 dtype=process.device.compute_dtype(config.model.compute_dtype),
             ),
             companions={_ORCHESTRATOR: SnapshotCompanion(stream.source)},

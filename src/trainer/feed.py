@@ -14,6 +14,7 @@ from rich.console import Console as RichConsole
 
 from contract.channel.build import open_receiver
 from contract.layout import RunFolder
+from contract.policy import Origin
 from contract.sections import ChannelConfig, FilesystemChannelConfig
 from telemetry.log import terminal
 from trainer.config import RLTrainConfig, SFTConfig
@@ -94,20 +95,24 @@ def open_dataset(config: SFTConfig, process: Process, tokenizer: PreTrainedToken
 
 
 def open_stream(
-    config: RLTrainConfig, process: Process, folder: RunFolder, state: TrainState, stack: ExitStack
+    config: RLTrainConfig,
+    process: Process,
+    folder: RunFolder,
+    state: TrainState,
+    origin: Origin,
+    stack: ExitStack,
 ) -> Feed[StreamSource]:
     """The rollouts of an RL run.
 
     Args:
         state: of the run, whose step is the position in the stream.
+        origin: this run and this start of its trainer, on rank 0.
         stack: takes what must be closed.
 
     Raises:
         ChannelError: the channel cannot be opened.
-        RunFolderError: the run has no id.
     """
-    run_id = folder.read_run_id()
-    receiver = open_receiver(config.channel, folder) if process.is_main else None
+    receiver = open_receiver(config.channel, folder, origin.trainer) if process.is_main else None
     if receiver is not None:
         stack.callback(receiver.close)
     through = _describe(config.channel, folder)
@@ -116,7 +121,7 @@ def open_stream(
         process,
         state,
         Rows(config.seq_len, config.micro_batch_size, pad=config.model.compile),
-        run_id=run_id,
+        run_id=origin.run_id,
         timeout_seconds=config.batch_timeout_seconds,
         place=f"{through}; see the orchestrator's log in {folder.logs / 'latest'}",
     )

@@ -16,7 +16,7 @@ import pytest
 from contract.channel.filesystem import FilesystemReceiver
 from contract.layout import RunFolder
 from contract.model_files import load_tokenizer, resolve_model
-from contract.policy import GenerateRequest
+from contract.policy import GenerateRequest, Origin
 from contract.rollout import RolloutBatch, RunEnd, decode_message, from_wire
 from contract.sections import ModelFilesConfig, SamplingConfig
 from orchestrator.background import LoopLag
@@ -38,7 +38,7 @@ class _LaggingServer(PolicyServer):
     """
 
     def __init__(self) -> None:
-        super().__init__(self._draw)
+        super().__init__(self._draw, origin=Origin("0123abcd", "trainer"))
         vocabulary = load_tokenizer(_MODEL, resolve_model(_MODEL)).get_vocab()
         self._letters = [vocabulary[letter] for letter in "abcdefgh"]
         self._end = vocabulary["<|im_end|>"]
@@ -73,7 +73,7 @@ def _config(folder: Path, url: str, max_off_policy_steps: int) -> OrchestratorCo
 
 async def _train(folder: RunFolder, server: PolicyServer) -> list[RolloutBatch]:
     """A trainer that takes no time: the next version is served as soon as its batch is there."""
-    receiver = FilesystemReceiver(folder.channel)
+    receiver = FilesystemReceiver(folder.channel, "trainer")
     batches: list[RolloutBatch] = []
     while True:
         sequence = len(batches) + 1
@@ -93,7 +93,7 @@ async def _run(folder: RunFolder, max_off_policy_steps: int) -> tuple[list[Rollo
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(_LaggingServer())
         config = _config(folder.root.parent, server.url, max_off_policy_steps)
-        pipeline = await build_pipeline(config, LoopLag(), stack)
+        pipeline = await build_pipeline(config, resolve_model(_MODEL), LoopLag(), stack)
         async with asyncio.TaskGroup() as tasks:
             training = tasks.create_task(_train(folder, server))
             tasks.create_task(pipeline.run())

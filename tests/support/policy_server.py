@@ -19,11 +19,13 @@ import msgspec
 
 from contract import policy
 from contract.policy import (
+    NOBODY,
     BroadcastUpdate,
     ErrorInfo,
     FolderUpdate,
     GenerateRequest,
     GenerateResponse,
+    Origin,
     PauseRequest,
     VersionInfo,
     WeightUpdate,
@@ -68,7 +70,7 @@ def in_turn(*replies: Reply) -> Script:
 
 class PolicyServer:
     """Attributes:
-    version: drawn with; `set_version` changes it, and so does an accepted update.
+    version, origin: drawn with; `set_version` changes the version, and an accepted update both.
     requests: draws asked for, in order (the last `keep` of them).
     calls: routes asked for, in order, with the body of admin calls (the last `keep` of them).
     num_aborted: draws whose connection was closed before their answer.
@@ -81,11 +83,13 @@ class PolicyServer:
         script: Script,
         *,
         version: int = 0,
+        origin: Origin = NOBODY,
         api_key: str | None = None,
         port: int = 0,
         keep: int = 10_000,
     ) -> None:
         self.version = version
+        self.origin = origin
         self.requests: deque[GenerateRequest] = deque(maxlen=keep)
         self.calls: deque[tuple[str, object]] = deque(maxlen=keep)
         self.refusals: deque[tuple[int, str]] = deque()
@@ -140,12 +144,12 @@ class PolicyServer:
             return await self._generate(body)
         if route == policy.VERSION_ROUTE:
             self.calls.append((route, query))
-            return 200, policy.encode(VersionInfo(await self._await_version(query)))
+            return 200, policy.encode(VersionInfo(await self._await_version(query), self.origin))
         if route == policy.UPDATE_ROUTE:
             return await self._update(policy.decode(body, WeightUpdate))  # pyright: ignore[reportArgumentType]
         if route in (policy.PAUSE_ROUTE, policy.RESUME_ROUTE):
             self.calls.append((route, policy.decode(body, PauseRequest) if body else None))
-            return 200, policy.encode(VersionInfo(self.version))
+            return 200, policy.encode(VersionInfo(self.version, self.origin))
         return 404, policy.encode(ErrorInfo(f"no route {route}"))
 
     async def _generate(self, body: bytes) -> tuple[int, bytes] | None:
@@ -188,8 +192,9 @@ class PolicyServer:
         if self.refusals:
             status, text = self.refusals.popleft()
             return status, policy.encode(ErrorInfo(text))
+        self.origin = update.origin
         await self.set_version(update.version)
-        return 200, policy.encode(VersionInfo(self.version))
+        return 200, policy.encode(VersionInfo(self.version, self.origin))
 
 
 class _Connection(asyncio.Protocol):

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from contract.policy import Origin, VersionInfo
 from contract.rollout import Message, RolloutBatch, RunEnd, decode_message
 from contract.sections import SamplingConfig
 from orchestrator.background import Background, LoopLag
@@ -85,6 +86,12 @@ class FakeTrainer:
             task = asyncio.ensure_future(self._train(message.step))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    async def receiver(self) -> str | None:
+        return "trainer"
+
+    async def weights(self) -> dict[str, VersionInfo]:
+        return {"http://fake": VersionInfo(self.version, Origin("run", "trainer"))}
 
     async def acknowledged(self) -> int:
         return self.messages[-1].sequence if self._trains and self.messages else 0

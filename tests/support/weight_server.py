@@ -115,7 +115,7 @@ def _take(state: _State, body: bytes) -> tuple[int, bytes]:
     state.version = update.version
     group = state.receiver._broadcasts._group
     state.group_numbers.append(0 if group is None else group.number)
-    return 200, encode(VersionInfo(update.version + (state.behaviour == "lies")))
+    return 200, encode(VersionInfo(update.version + (state.behaviour == "lies"), update.origin))
 
 
 def _misbehave(state: _State, when: str) -> None:

@@ -24,6 +24,10 @@ class Sender(Protocol):
         """Greatest sequence that the receiver has acknowledged; 0 before the first."""
         ...
 
+    async def receiver(self) -> str | None:
+        """Id of the receiver that has last asked this sender for a frame; None before one has."""
+        ...
+
     async def close(self) -> None:
         """Give up what is not acknowledged."""
         ...

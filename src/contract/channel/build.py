@@ -24,11 +24,14 @@ def open_sender(config: ChannelConfig, folder: RunFolder) -> Sender:
         case ZmqChannelConfig():
             from contract.channel.zmq import ZmqSender
 
-            return ZmqSender(config.host, _port(config))
+            return ZmqSender(config.bound, _port(config))
 
 
-def open_receiver(config: ChannelConfig, folder: RunFolder) -> Receiver:
+def open_receiver(config: ChannelConfig, folder: RunFolder, receiver_id: str) -> Receiver:
     """The trainer's end, on its first rank.
+
+    Args:
+        receiver_id: under which the sender knows it; no other receiver may ever have the same.
 
     Raises:
         ChannelError: the folder cannot be written, or there is no such host.
@@ -38,11 +41,11 @@ def open_receiver(config: ChannelConfig, folder: RunFolder) -> Receiver:
         case FilesystemChannelConfig():
             from contract.channel.filesystem import FilesystemReceiver
 
-            return FilesystemReceiver(folder.channel)
+            return FilesystemReceiver(folder.channel, receiver_id)
         case ZmqChannelConfig():
             from contract.channel.zmq import ZmqReceiver
 
-            return ZmqReceiver(config.host, _port(config))
+            return ZmqReceiver(config.host, _port(config), receiver_id)
 
 
 def _port(config: ZmqChannelConfig) -> int:

@@ -7,13 +7,16 @@ Invariants: a name appears when its content is complete, never before. A receive
 that has answered it by its own id, so a sender of an earlier attempt has no frames for it, whatever it left
 behind and whichever end starts first; and an acknowledgement counts if it names this very sender. Nobody
 lists a folder: whatever is waited for has one name.
+
+Nothing is forced to the disk. A process that is killed leaves what it wrote to the system, which keeps it;
+and when the machine itself fails the run goes on from a checkpoint, whose sender removes all frames that it
+finds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import shutil
 import time
 import uuid
@@ -89,6 +92,12 @@ class FilesystemSender:
         self._raise_if_failed()
         return self._acknowledged
 
+    async def receiver(self) -> str | None:
+        """See `Sender`."""
+        self._raise_if_failed()
+        # One that has not answered this sender may have ended long ago.
+        return self._heard.receiver if self._heard.sender == self._id else None
+
     async def close(self) -> None:
         """See `Sender`."""
         self._task.cancel()
@@ -97,7 +106,7 @@ class FilesystemSender:
 
     def _write_frame(self, sequence: int, frame: bytes) -> None:
         with _explained(self._folder, "written"):
-            _write(self._frames / f"frame_{sequence}", frame, durable=True)
+            _write(self._frames / f"frame_{sequence}", frame)
 
     async def _watch(self) -> None:
         """Answer receivers, and take their acknowledgements."""
@@ -132,15 +141,15 @@ class FilesystemSender:
 
 
 class FilesystemReceiver:
-    """See `contract.channel.base.Receiver`.
+    """See `contract.channel.base.Receiver`, and `contract.channel.build.open_receiver`.
 
     Raises:
         ChannelError: the folder cannot be written.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, receiver_id: str) -> None:
         self._folder = folder
-        self._id = uuid.uuid4().hex
+        self._id = receiver_id
         self._sender = ""
         self._acknowledged = 0
         self._gone = 0
@@ -194,21 +203,13 @@ class FilesystemReceiver:
                 return None
 
 
-def _write(path: Path, content: bytes, *, durable: bool = False) -> None:
-    """`content` under its name at once or not at all, and safe from a crash of the machine if `durable`."""
+def _write(path: Path, content: bytes) -> None:
+    """`content` under its name at once or not at all."""
     partial = path.with_name(path.name + _PARTIAL)
-    with partial.open("wb") as file:
-        file.write(content)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
+    # Closed before it gets its name: a network file system hands a file on to other machines when it is
+    # closed.
+    partial.write_bytes(content)
     partial.rename(path)
-    if durable:
-        descriptor = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _read(path: Path, kind: type[_Note]) -> _Note | None:

@@ -4,7 +4,7 @@ The receiver asks for a frame by its number, and the sender answers as soon as i
 first, end and come back. The receiver repeats its question, so nothing that a broken connection swallowed
 stays lost; the sender answers each question once a connection.
 
-    receiver (DEALER): ASK  question, sequence, acknowledged | ACK 0, sequence, sequence
+    receiver (DEALER): ASK  question, sequence, acknowledged; id | ACK 0, sequence, sequence; id
     sender (ROUTER):   FRAME question, content | WAIT question | GONE question
 """
 
@@ -52,6 +52,7 @@ class ZmqSender:
         self._frames: dict[int, bytes] = {}
         self._last: int | None = None
         self._acknowledged = 0
+        self._receiver: str | None = None
         self._asked: dict[bytes, tuple[int, int]] = {}
         """Open question (number, sequence) of each connection."""
         self._answered: dict[bytes, int] = {}
@@ -68,9 +69,9 @@ class ZmqSender:
         except zmq.ZMQError as error:
             self._close_sockets()
             raise ChannelError(
-                f"channel.host = {host!r}, channel.port = {port} cannot be bound: {error.strerror}; set "
-                f"channel.port to a free port (or remove it, and `rl` finds one), and channel.host to an "
-                f"address of the orchestrator's machine"
+                f"the channel cannot be bound to {host!r}, channel.port = {port}: {error.strerror}; set "
+                f"channel.port to a free port (or remove it, and `rl` finds one), and channel.bind (or "
+                f"channel.host, if that is not set) to an address of the orchestrator's machine"
             ) from error
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._serve()), loop.create_task(self._watch(f"{host}:{port}"))]
@@ -89,6 +90,11 @@ class ZmqSender:
         self._raise_if_failed()
         return self._acknowledged
 
+    async def receiver(self) -> str | None:
+        """See `Sender`."""
+        self._raise_if_failed()
+        return self._receiver
+
     async def close(self) -> None:
         """See `Sender`."""
         for task in self._tasks:
@@ -99,12 +105,13 @@ class ZmqSender:
     async def _serve(self) -> None:
         while True:
             peer, *parts = await self._socket.recv_multipart()
-            if len(parts) != 2 or parts[0] not in (_ASK, _ACK) or len(parts[1]) != _QUESTION.size:
+            if len(parts) != 3 or parts[0] not in (_ASK, _ACK) or len(parts[1]) != _QUESTION.size:
                 logger.warning("a message that is none of a trainer's came over the channel; ignored")
                 continue
             question, sequence, acknowledged = _QUESTION.unpack(parts[1])
             self._take_acknowledgement(acknowledged)
             if parts[0] == _ASK:
+                self._receiver = parts[2].decode(errors="replace")
                 await self._answer(peer, question, sequence)
 
     def _take_acknowledgement(self, sequence: int) -> None:
@@ -158,14 +165,15 @@ class ZmqSender:
 
 
 class ZmqReceiver:
-    """See `contract.channel.base.Receiver`.
+    """See `contract.channel.base.Receiver`, and `contract.channel.build.open_receiver`.
 
     Raises:
         ChannelError: there is no such host.
     """
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, receiver_id: str) -> None:
         self._address = f"{host}:{port}"
+        self._id = receiver_id.encode()
         url = _url(host, port, "reached")
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -241,7 +249,7 @@ class ZmqReceiver:
         """Whether the sender is there to hear it."""
         try:
             self._socket.send_multipart(
-                [kind, _QUESTION.pack(question, sequence, self._acknowledged)], zmq.NOBLOCK
+                [kind, _QUESTION.pack(question, sequence, self._acknowledged), self._id], zmq.NOBLOCK
             )
         except zmq.Again:
             return False
@@ -266,11 +274,12 @@ def _set_up(channel: zmq.Socket | zmq.asyncio.Socket) -> None:
 
 def _url(host: str, port: int, verb: str) -> str:
     """ZMQ binds addresses only, no names."""
+    key = "bind" if verb == "bound" else "host"
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise ChannelError(
-            f"channel.host = {host!r} cannot be {verb}: {error.strerror}; set it to the name or an address "
-            f"of the orchestrator's machine"
+            f"the channel's address {host!r} cannot be {verb}: {error.strerror}; set channel.{key} to the "
+            f"name or an address of the orchestrator's machine"
         ) from error
     return f"tcp://[{address[0]}]:{port}" if family == socket.AF_INET6 else f"tcp://{address[0]}:{port}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from typing import Any
 
 import tomli_w
@@ -20,6 +21,23 @@ def to_toml(settings: BaseModel, *, header: str = "") -> str:
     return (
         comment + ("\n" if comment else "") + tomli_w.dumps(_without_null(settings.model_dump(mode="json")))
     )
+
+
+def read_values(text: str) -> dict[str, Any]:
+    """The values in what `to_toml` wrote, for whoever does not know its class.
+
+    Raises:
+        ValueError: it is not TOML.
+    """
+    return _with_null(tomllib.loads(text))
+
+
+def _with_null(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _with_null(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_with_null(item) for item in value]
+    return None if value == NONE else value
 
 
 def _without_null(value: Any) -> Any:

@@ -71,8 +71,9 @@ class Engine(Protocol):
 
     @property
     def version(self) -> int:
-        """Policy version of the weights; the model as loaded is 0, or -1 in a server that belongs to a run,
-        whose trainer gives it version 0 or a later one before anybody of the run draws.
+        """Number of the weights, which never falls; `inference.lineage` knows the policy version that it
+        stands for. The model as loaded is 0, or -1 in a server that belongs to a run, whose trainer gives it
+        weights before anybody of the run draws.
         """
         ...
 

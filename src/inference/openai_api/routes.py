@@ -110,7 +110,7 @@ class OpenAIRoutes:
             "created": self._created,
             "owned_by": "tailrace",
             "max_model_len": engine.max_len,
-            "version": engine.version,
+            "version": self._service.weights.version,
         }
 
     def _check_model(self, name: str) -> None:

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from contract.broadcast import (
-    CPU,
     DTYPE_BYTES,
     Go,
     Group,
@@ -25,6 +24,7 @@ from contract.broadcast import (
     cut,
     go_key,
     here_key,
+    name_device,
     own_address,
     reason_of,
     view,
@@ -42,7 +42,7 @@ class BroadcastReceiver:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._sender: str | None = None
+        self._trainer: str | None = None
         self._store: dist.TCPStore | None = None
         self._group: Group | None = None
 
@@ -73,7 +73,7 @@ class BroadcastReceiver:
 
     def _join(self, update: BroadcastUpdate) -> Group:
         deadline = time.monotonic() + update.timeout_seconds
-        if update.sender != self._sender:
+        if update.origin.trainer != self._trainer:
             self._leave()
         try:
             go = self._ask(update)
@@ -89,6 +89,7 @@ class BroadcastReceiver:
                     update.rank,
                     update.world_size,
                     address=own_address(update.host, update.port),
+                    device=self._device,
                     timeout_seconds=max(0.1, deadline - time.monotonic()),
                 )
         except (RuntimeError, OSError) as error:
@@ -108,8 +109,8 @@ class BroadcastReceiver:
             self._store = dist.TCPStore(
                 update.host, update.port, is_master=False, timeout=timeout, wait_for_workers=False
             )
-            self._sender = update.sender
-        here = Here(0 if self._group is None else self._group.number, self._device_name())
+            self._trainer = update.origin.trainer
+        here = Here(0 if self._group is None else self._group.number, name_device(self._device))
         self._store.set(here_key(update.number, update.rank), msgspec.json.encode(here).decode())
         self._store.wait([go_key(update.number)], timeout)
         return msgspec.json.decode(self._store.get(go_key(update.number)), type=Go)
@@ -117,11 +118,18 @@ class BroadcastReceiver:
     def _receive(self, update: BroadcastUpdate, group: Group) -> Iterator[tuple[str, torch.Tensor]]:
         device = self._device if group.backend == "nccl" else torch.device("cpu")
         buckets = cut(update.tensors, update.bucket_bytes)
+        store = self._store
+        assert store is not None
+
+        def check() -> None:
+            # Fails at once when the trainer, whose store it is, has ended.
+            store.check([go_key(update.number)])
+
         for number, bucket in enumerate(buckets, 1):
             # A new buffer each time: the reader may keep views of the one before.
             flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=device)
             try:
-                group.broadcast(flat, update.timeout_seconds)
+                group.broadcast(flat, update.timeout_seconds, check)
             except RuntimeError as error:
                 raise PublishError(
                     f"the broadcast of version {update.version} broke at bucket {number} of {len(buckets)}: "
@@ -131,14 +139,9 @@ class BroadcastReceiver:
             for slot in bucket.slots:
                 yield slot.tensor.name, view(flat, slot)
 
-    def _device_name(self) -> str:
-        if self._device.type != "cuda":
-            return CPU
-        return str(torch.cuda.get_device_properties(self._device).uuid)
-
     def _leave(self) -> None:
         self._drop_group()
-        self._store, self._sender = None, None
+        self._store, self._trainer = None, None
 
     def _drop_group(self) -> None:
         if self._group is not None:

@@ -13,6 +13,11 @@ from typing import Any
 Message = dict[str, Any]
 """`{"role": "user", "content": "..."}` as chat templates take it; an assistant's may have `tool_calls`."""
 
+MAX_TASKS = 50_000_000
+"""Of a source: the order of its tasks is in memory."""
+MAX_REWARD = 1e30
+"""Farthest from 0: sums and squares of rewards stay finite, and so do advantages in float32."""
+
 Reward = float | Mapping[str, float]
 """One number; or several by name, of which `reward` counts and the others are logged."""
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import traceback
 from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.environment.base import Environment, Message
+from orchestrator.environment.base import MAX_REWARD, MAX_TASKS, Environment, Message
 
 # Frames between this package and user code tell a user nothing.
 _SKIPPED_FOLDERS = (str(Path(__file__).parent), str(Path(asyncio.__file__).parent))
@@ -52,6 +51,11 @@ class Caller:
         num_tasks, max_turns, tools = len(env), env.max_turns, env.tools
         if num_tasks < 1:
             raise ProtocolError(f"len({name}) is 0; there must be a task")
+        if num_tasks > MAX_TASKS:
+            raise ProtocolError(
+                f"len({name}) is {num_tasks}; at most {MAX_TASKS} tasks can be put in order: give fewer, and "
+                f"others with another seed"
+            )
         if isinstance(max_turns, bool) or not isinstance(max_turns, int) or max_turns < 1:
             raise ProtocolError(f"{name}.max_turns is {max_turns!r}; it must be a whole number from 1")
         if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence):
@@ -96,8 +100,11 @@ class Caller:
         if not hasattr(value, "__float__"):
             raise ProtocolError(f"{self._name}.reward gave {_kind(value)} for {key!r}, not a number")
         number = float(value)
-        if not math.isfinite(number):
-            raise ProtocolError(f"{self._name}.reward gave {number} for {key!r}; a reward must be finite")
+        if not abs(number) <= MAX_REWARD:  # so is NaN refused
+            raise ProtocolError(
+                f"{self._name}.reward gave {number} for {key!r}; a reward must be finite, from "
+                f"{-MAX_REWARD:g} to {MAX_REWARD:g}"
+            )
         return number
 
     def _messages(self, function: str, messages: Any) -> list[Message]:

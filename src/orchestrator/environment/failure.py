@@ -8,7 +8,8 @@ class EpisodeFailed(Exception):
 
     Attributes:
         kind: why, as counted in metrics: `environment` (its code raised), `timeout`, `worker` (its process
-            died), `server` (no usable answer of the policy), `prompt too long`.
+            died), `server` (no usable answer of the policy), `prompt too long`, `empty` (the policy
+            drew nothing).
         message: what happened, in words.
     """
 

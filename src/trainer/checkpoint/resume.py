@@ -26,9 +26,10 @@ SKIP_FLAGS = {
 }
 """The flag of `resume` that leaves a part out."""
 
-_NOT_STATE = ("resume", "clean", "servers", "server_key")
-"""Keys of the configuration that say how a run starts and whom it talks to, not what it is. A key of a server
-is no business of whoever gets a checkpoint.
+_NOT_STATE = ("resume", "clean", "servers", "server_key", "channel")
+"""Keys of the configuration that say how a run starts and whom it talks to, not what it is; addresses and
+ports may be other ones at every start, as `rl` chooses those that are not set. A key of a server is no
+business of whoever gets a checkpoint.
 """
 
 _SHOWN_CHANGES = 12
@@ -117,7 +118,7 @@ def _plan(
         saved_parts=tuple(read_values(path)),
         skipped=skipped,
         warnings=chosen.warnings,
-        changes=_changes(read_config(path), state_config(resolved_config)),
+        changes=_changes(state_config(read_config(path)), state_config(resolved_config)),
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import torch
 
-from contract.errors import ChannelError, ConfigError
+from contract.errors import ChannelError
 from contract.rollout import COMPONENTS
 from trainer.objective.base import DeviceBatch, Head
 from trainer.objective.logprob import token_logprobs, token_statistics
@@ -70,7 +70,6 @@ class PolicyGradient:
         loss_N, values = self._token_loss(
             logprobs_N, sampler_logprobs_N, _stream(batch, "advantages", chosen)
         )
-        _check(loss_N, values, len(chosen))
         with torch.no_grad():
             # In float64: the estimator is a difference of nearly equal numbers.
             log_ratio_N = (logprobs_N.double() - sampler_logprobs_N.double()).clamp(max=MAX_LOG_RATIO)
@@ -126,13 +125,3 @@ def _temperatures(batch: DeviceBatch, chosen: torch.Tensor) -> torch.Tensor:
     if "temperatures" not in batch.streams:
         return torch.ones(len(chosen), device=chosen.device)
     return _stream(batch, "temperatures", chosen)
-
-
-def _check(loss_N: torch.Tensor, values: TokenValues, count: int) -> None:
-    """Raises `ConfigError` where a custom loss did not return one number per token."""
-    wrong = [name for name, value in {"loss": loss_N, **values}.items() if tuple(value.shape) != (count,)]
-    if wrong:
-        raise ConfigError(
-            f"loss.function must return one number for each of the {count} tokens, but {', '.join(wrong)} "
-            f"has another shape; see docs/rl.md"
-        )

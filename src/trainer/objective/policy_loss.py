@@ -9,14 +9,19 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from contract.errors import ConfigError
+from contract.rollout import COMPONENTS
 from trainer.config.rl import ClippedLossConfig, CustomLossConfig, LossConfig, TrustRegionLossConfig
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are bounded to this before `exp`: beyond it every loss here has masked the token, or is flat."""
+
+RESERVED = frozenset({"loss", *(f"loss/{name}" for name in COMPONENTS), "entropy", "mismatch_kl", "ratio"})
+"""What is reported of every loss; the run's own `loss` decides whether an update is finite."""
 
 TokenValues = dict[str, torch.Tensor]
 TokenLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, TokenValues]]
@@ -83,4 +88,28 @@ def _custom(config: CustomLossConfig) -> TokenLoss:
             f"loss.function = {config.function!r} cannot be imported: {error}; write "
             f"`package.module:function`, importable from the folder in which the run was started"
         ) from error
-    return function
+
+    def loss(*arguments: torch.Tensor) -> tuple[torch.Tensor, TokenValues]:
+        returned = function(*arguments)
+        _check_returned(config.function, returned, len(arguments[0]))
+        return returned
+
+    return loss
+
+
+def _check_returned(function: str, returned: Any, count: int) -> None:
+    """Raises `ConfigError` where a custom loss did not return what a `TokenLoss` must."""
+    name, advice = f"loss.function = {function!r} returned", "; see docs/rl.md"
+    is_pair = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)
+    if not is_pair:
+        raise ConfigError(f"{name} no pair of the tokens' losses and a dict of values to log{advice}")
+    losses, values = returned
+    for key, value in {"loss": losses, **{f"value {key!r}": value for key, value in values.items()}}.items():
+        if not isinstance(value, torch.Tensor) or tuple(value.shape) != (count,):
+            raise ConfigError(
+                f"{name} a {key} that is not a tensor of one number for each of the {count} tokens{advice}"
+            )
+    if taken := sorted(RESERVED & values.keys()):
+        raise ConfigError(
+            f"{name} a value by the name {', '.join(taken)}, which is that of another metric; rename it"
+        )

@@ -98,11 +98,6 @@ class Device:
             return torch.cuda.get_device_name(self.torch_device)
         return f"CPU ({torch.get_num_threads()} threads)"
 
-    @property
-    def uuid(self) -> str | None:
-        """Identity of the hardware, the same in every process that uses it; None for a CPU."""
-        return str(torch.cuda.get_device_properties(self.torch_device).uuid) if self.kind == "cuda" else None
-
     def compute_dtype(self, setting: str) -> torch.dtype:
         """Type of forward and backward for `model.compute_dtype`."""
         if setting == "auto":

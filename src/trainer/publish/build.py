@@ -8,6 +8,7 @@ import torch
 
 from contract.errors import ConfigError
 from contract.layout import RunFolder
+from contract.policy import Origin
 from contract.sections import CollectivePublishConfig, FilesystemPublishConfig
 from trainer.config.rl import RLTrainConfig
 from trainer.parallel.layout import LogicalTensor
@@ -25,12 +26,14 @@ def build_publisher(
     folder: RunFolder,
     weights: Callable[[], Mapping[str, LogicalTensor]],
     *,
+    origin: Origin,
     dtype: torch.dtype,
 ) -> Publisher:
     """The publisher of an RL run; every rank has one.
 
     Args:
         weights: this rank's share of all weights by the name of their parameter, as they are now.
+        origin: this run and this start of its trainer, on rank 0.
         dtype: in which floating-point weights travel.
 
     Raises:
@@ -42,7 +45,7 @@ def build_publisher(
             "`http://host:port` (`rl` fills in the one that it starts)"
         )
     bucket_bytes = _bucket_bytes(config)
-    sink = _build_sink(config, process, folder, bucket_bytes) if process.is_main else None
+    sink = _build_sink(config, process, folder, origin, bucket_bytes) if process.is_main else None
     return BucketPublisher(process, weights, dtype, bucket_bytes, sink)
 
 
@@ -53,14 +56,16 @@ def _bucket_bytes(config: RLTrainConfig) -> int:
     return SHARD_BYTES
 
 
-def _build_sink(config: RLTrainConfig, process: Process, folder: RunFolder, bucket_bytes: int) -> Sink:
+def _build_sink(
+    config: RLTrainConfig, process: Process, folder: RunFolder, origin: Origin, bucket_bytes: int
+) -> Sink:
     servers = PolicyServers(config.servers, config.server_key)
     try:
         match config.publish:
             case FilesystemPublishConfig():
-                return FolderSink(config.publish, folder.broadcasts, servers)
+                return FolderSink(config.publish, folder.broadcasts, servers, origin)
             case CollectivePublishConfig():
-                return BroadcastSink(config.publish, servers, process.device, bucket_bytes)
+                return BroadcastSink(config.publish, servers, origin, process.device, bucket_bytes)
     except BaseException:
         servers.close()
         raise

@@ -9,16 +9,26 @@ from __future__ import annotations
 import socket
 import threading
 import time
-import uuid
 from datetime import timedelta
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from contract.broadcast import CPU, Backend, Bucket, Go, Group, Here, go_key, here_key, reason_of
+from contract.broadcast import (
+    Backend,
+    Bucket,
+    Go,
+    Group,
+    Here,
+    can_use_nccl,
+    go_key,
+    here_key,
+    name_device,
+    reason_of,
+)
 from contract.errors import ConfigError, PublishError
-from contract.policy import BroadcastUpdate
+from contract.policy import BroadcastUpdate, Origin
 from contract.sections import CollectivePublishConfig
 from trainer.parallel.device import Device
 from trainer.publish.client import Calls, PolicyServers
@@ -33,18 +43,26 @@ _PATIENCE_SECONDS = 2.0
 class BroadcastSink:
     """See `trainer.publish.bucketed.Sink`.
 
+    Args:
+        origin: whose weights these are; no other sender may ever have the same.
+
     Raises:
         ConfigError: `publish.host` is no address of this machine.
     """
 
     def __init__(
-        self, config: CollectivePublishConfig, servers: PolicyServers, device: Device, bucket_bytes: int
+        self,
+        config: CollectivePublishConfig,
+        servers: PolicyServers,
+        origin: Origin,
+        device: Device,
+        bucket_bytes: int,
     ) -> None:
         self._config = config
         self._servers = servers
         self._device = device
         self._bucket_bytes = bucket_bytes
-        self._id = uuid.uuid4().hex
+        self._origin = origin
         listener, self._address = _listen(config.host)
         self._port: int = listener.getsockname()[1]
         # The store closes the descriptor. It would listen on all addresses if it made one itself.
@@ -59,6 +77,7 @@ class BroadcastSink:
         self._group: Group | None = None
         self._num_groups = 0
         self._number = 0
+        self._used_keys: list[str] = []
         self._have_answered = False
         self._is_given_up = threading.Event()
         self._deadline = 0.0
@@ -72,6 +91,7 @@ class BroadcastSink:
             self._servers.wait_until_up(self._deadline)
             self._have_answered = True
         self._number += 1
+        self._used_keys += [go_key(self._number), *self._here_keys()]
         updates = [
             BroadcastUpdate(
                 version=version,
@@ -79,7 +99,7 @@ class BroadcastSink:
                 backend=self._config.backend,
                 host=self._config.host,
                 port=self._port,
-                sender=self._id,
+                origin=self._origin,
                 number=self._number,
                 rank=rank,
                 world_size=len(self._servers) + 1,
@@ -98,17 +118,24 @@ class BroadcastSink:
     def put(self, index: int, bucket: Bucket, flat: torch.Tensor) -> None:
         """See `Sink`."""
         assert self._group is not None
-        if self._group.backend == "nccl":
-            flat = flat.to(self._device.torch_device)
+        flat = flat.to(self._device.torch_device if self._group.backend == "nccl" else "cpu")
         try:
-            self._group.broadcast(flat, self._deadline - time.monotonic())
+            self._group.broadcast(flat, self._deadline - time.monotonic(), self._check)
+        except PublishError:
+            self._drop_group()
+            raise
         except RuntimeError as error:
             raise self._lost(f"bucket {index + 1}", error) from error
 
     def finish(self) -> None:
         """See `Sink`."""
-        assert self._calls is not None
+        assert self._calls is not None and self._store is not None
         self._calls.finish()
+        # Every server has answered, so none waits for a key of this broadcast, nor of one before it that
+        # failed. The store would hold them to the end of the run.
+        for key in self._used_keys:
+            self._store.delete_key(key)
+        self._used_keys.clear()
 
     def abort(self) -> None:
         """See `Sink`."""
@@ -119,21 +146,18 @@ class BroadcastSink:
     def close(self) -> None:
         """See `Sink`."""
         self._drop_group()
-        if self._store is not None and self._number:
-            self._refuse()
+        self._refuse()
         self._store = None
         self._servers.close()
 
     def _wait_for_receivers(self) -> list[Here]:
         """What each server says when it has come to the store."""
-        assert self._store is not None and self._calls is not None
-        keys = [here_key(self._number, rank) for rank in range(1, len(self._servers) + 1)]
+        assert self._store is not None
+        keys = self._here_keys()
         # Before the requests run out of time, for this error says more.
         deadline = self._deadline - _EARLIER * self._config.timeout_seconds
         while not self._store.check(keys):
-            self._calls.raise_failed()
-            if self._is_given_up.is_set():
-                raise PublishError("given up")
+            self._check()
             if time.monotonic() > deadline:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 raise PublishError(
@@ -144,6 +168,16 @@ class BroadcastSink:
                 )
             time.sleep(_POLL_SECONDS)
         return [msgspec.json.decode(self._store.get(key), type=Here) for key in keys]
+
+    def _check(self) -> None:
+        """Raises `PublishError` where there is nothing to wait for."""
+        assert self._calls is not None
+        self._calls.raise_failed()
+        if self._is_given_up.is_set():
+            raise PublishError("given up")
+
+    def _here_keys(self) -> list[str]:
+        return [here_key(self._number, rank) for rank in range(1, len(self._servers) + 1)]
 
     def _meet(self, receivers: list[Here]) -> None:
         """Take the kept group, or form a new one where any end has none."""
@@ -164,25 +198,29 @@ class BroadcastSink:
                 0,
                 len(self._servers) + 1,
                 address=self._address,
+                device=self._device.torch_device,
                 timeout_seconds=max(0.1, self._deadline - time.monotonic()),
+                check=self._check,
             )
+        except PublishError:
+            raise
         except RuntimeError as error:
             raise self._lost("the group", error) from error
 
     def _choose_backend(self, devices: list[str]) -> Backend:
-        own = self._device.uuid or CPU
-        # nccl cannot join two processes of one GPU, and a CPU not at all.
-        can_nccl = CPU not in [own, *devices] and len({own, *devices}) == len(devices) + 1
+        joined = [name_device(self._device.torch_device), *devices]
+        can_nccl = can_use_nccl(joined)
         if self._config.backend == "nccl" and not can_nccl:
             raise PublishError(
                 f"publish.backend = 'nccl' needs a GPU of its own for the trainer's first rank and for each "
-                f"policy server; they compute on {', '.join([own, *devices])}; set publish.backend = 'gloo'"
+                f"policy server; they compute on {', '.join(joined)}; set publish.backend = 'gloo'"
             )
         return "gloo" if self._config.backend == "gloo" or not can_nccl else "nccl"
 
     def _refuse(self) -> None:
         """Send receivers that still wait for the answer away."""
-        if self._store is not None and not self._store.check([go_key(self._number)]):
+        is_open = go_key(self._number) in self._used_keys
+        if is_open and self._store is not None and not self._store.check([go_key(self._number)]):
             self._store.set(go_key(self._number), msgspec.json.encode(Go(0, "gloo")).decode())
 
     def _lost(self, what: str, error: RuntimeError) -> PublishError:

@@ -20,7 +20,7 @@ from safetensors import TensorSpec, serialize_file
 from contract.broadcast import Bucket
 from contract.commit import PARTIAL_SUFFIX, fsync
 from contract.errors import PublishError
-from contract.policy import FolderUpdate
+from contract.policy import FolderUpdate, Origin
 from contract.sections import FilesystemPublishConfig
 from trainer.publish.client import Calls, PolicyServers
 from trainer.publish.gather import GatherPlan
@@ -37,10 +37,14 @@ class FolderSink:
 
     Args:
         folder: `broadcasts` of the run.
+        origin: whose weights these are.
     """
 
-    def __init__(self, config: FilesystemPublishConfig, folder: Path, servers: PolicyServers) -> None:
+    def __init__(
+        self, config: FilesystemPublishConfig, folder: Path, servers: PolicyServers, origin: Origin
+    ) -> None:
         self._config = config
+        self._origin = origin
         # The servers' working folder is another one.
         self._folder = folder.absolute()
         self._servers = servers
@@ -93,7 +97,7 @@ class FolderSink:
         if not self._have_answered:
             self._servers.wait_until_up(deadline)
             self._have_answered = True
-        update = FolderUpdate(self._version, str(self._target))
+        update = FolderUpdate(self._version, str(self._target), self._origin)
         self._calls = self._servers.update([update] * len(self._servers), deadline)
         self._calls.finish()
         self._prune()

@@ -96,6 +96,25 @@ def test_every_rank_gets_equally_many_rows_and_about_as_many_tokens(world_size: 
         assert pack_balanced(lengths, 32, world_size, multiple=multiple) == ranks
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_no_rank_stands_idle_because_the_samples_fit_into_fewer_rows(world_size: int) -> None:
+    generator = random.Random(0)
+    for num_samples in (8, 50, 200):
+        lengths = [generator.randint(20, 100) for _ in range(num_samples)]
+        ranks = pack_balanced(lengths, 1000, world_size)
+        loads = [sum(lengths[item] for row in rows for item in row) for rows in ranks]
+        assert max(loads) - min(loads) <= max(lengths)
+        # As many rows as it takes and no more: spreading does not lengthen the step.
+        assert len(ranks[0]) == -(-len(pack(lengths, 1000)) // world_size)
+
+
+def test_rows_that_cannot_be_spread_are_packed() -> None:
+    # 39 tokens for four rows of 10: the longest first, each to the emptiest row, leaves no room for the last.
+    lengths = [5, 2, 4, 6, 8, 5, 4, 2, 3]
+    ranks = pack_balanced(lengths, 10, 2)
+    assert sorted(sorted(row) for rows in ranks for row in rows) == sorted(map(sorted, pack(lengths, 10)))
+
+
 def test_one_rank_keeps_the_order_of_the_rows() -> None:
     lengths = [20, 20, 9, 31, 3]
     assert pack_balanced(lengths, 32, 1) == [pack(lengths, 32)]

@@ -15,9 +15,11 @@ import openai
 
 from contract.policy import (
     CONTENT_TYPE,
+    NOBODY,
     FolderUpdate,
     GenerateRequest,
     GenerateResponse,
+    Origin,
     Sampling,
     WeightUpdate,
     encode,
@@ -58,9 +60,9 @@ def request(name: str, prompt: list[int], **sampling: Any) -> GenerateRequest:
     return GenerateRequest(name, prompt, Sampling(**sampling))
 
 
-def folder_update(version: int, folder: str = "a,b") -> FolderUpdate:
+def folder_update(version: int, folder: str = "a,b", origin: Origin = NOBODY) -> FolderUpdate:
     """An update whose weights have the names in `folder`."""
-    return FolderUpdate(version, folder)
+    return FolderUpdate(version, folder, origin)
 
 
 def error_of(response: httpx.Response) -> str:

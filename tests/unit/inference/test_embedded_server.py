@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from contract.policy import FolderUpdate
 from inference.config import EmbeddedEngineConfig, InferenceConfig
 from inference.engine.build import build_engine
 from inference.receive.build import WeightReceiver
 from tests.support.tiny_model import write_tiny_model
-from tests.unit.inference.serving import END_ID, MODEL, Client, error_of, request, serve, until
+from tests.unit.inference.serving import END_ID, MODEL, Client, error_of, folder_update, request, serve, until
 
 PROMPT = [1, 70, 71, 2, 1]
 SAMPLING: dict[str, Any] = {"max_tokens": 12, "seed": 5}
@@ -66,11 +65,11 @@ def test_new_weights_from_a_folder_draw_and_broken_ones_do_not(tmp_path: Path) -
         async with serve(engine, open_update=open_update) as client:
             await check_draws(client, old, 0)
             for folder in (broken, tmp_path / "missing"):
-                refused = await client.post("/update_weights", FolderUpdate(1, str(folder)))
+                refused = await client.post("/update_weights", folder_update(1, str(folder)))
                 assert refused.status_code == 422 and str(folder) in error_of(refused)
                 await check_draws(client, old, 0)
             polling = asyncio.create_task(client.http.get("/version?at_least=1&timeout_seconds=20"))
-            accepted = await client.post("/update_weights", FolderUpdate(1, str(new)))
+            accepted = await client.post("/update_weights", folder_update(1, str(new)))
             assert accepted.status_code == 200, accepted.content
             assert (await polling).content == accepted.content
             assert _greedy(new, PROMPT, 8)[0] != _greedy(old, PROMPT, 8)[0]

@@ -125,6 +125,28 @@ def test_ctrl_c_ends_the_wait_and_not_the_request(folder: RunFolder) -> None:
         done.set()
 
 
+@pytest.mark.parametrize(
+    ("accepted", "state"), [(False, "has not finished its step"), (True, "pauses, and has not ended")]
+)
+def test_the_end_of_the_time_limit_ends_the_wait_and_not_the_request(
+    accepted: bool, state: str, folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = threading.Event()
+
+    def act() -> None:
+        wait_for(folder, "pause")
+        if accepted:
+            control.answer(folder, "pause", Answer(True, "the run ends after step 7"))
+        done.wait(30)
+
+    with running(folder, act):
+        assert ckpt.main(["pause", "--timeout", "0.5", str(folder.root)]) == 1
+        told = capsys.readouterr().err
+        assert f"stopped waiting after 0.5 s (--timeout): the run in {folder.root} {state}." in told
+        assert control.is_asked(folder, "pause") is not accepted
+        done.set()
+
+
 def test_a_folder_without_a_running_run_is_refused_and_says_if_it_is_paused(
     folder: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,7 +19,7 @@ from contract.layout import RunFolder
 from contract.record import FORMAT_VERSION, CommitRecord, FileRecord
 from contract.settings.load import load_file, load_settings
 from inference.config import InferenceConfig
-from launcher import rl
+from launcher import rl, rl_run
 from launcher.rl_config import RLConfig
 from launcher.rl_start import Start, decide_start, remove_leftovers, run_id_of
 from orchestrator.config import OrchestratorConfig
@@ -198,7 +198,17 @@ def test_a_port_that_is_in_use_is_refused_with_its_key(load: Callable[..., RLCon
         for flags, key in ((["--inference.port", port], "inference.port"),
                            (["--channel.type", "zmq", "--channel.port", port], "channel.port")):  # fmt: skip
             with pytest.raises(ConfigError, match=f"{key} = {port} is in use"):
-                rl.make_plan(load(*flags))
+                rl_run.make_plan(load(*flags))
+
+
+def test_the_port_of_the_channel_is_one_that_is_free_where_it_is_bound(load: Callable[..., RLConfig]) -> None:
+    with socket.create_server(("127.0.0.2", 0)) as listener:
+        port = str(listener.getsockname()[1])
+        flags = ["--channel.type", "zmq", "--channel.port", port, "--channel.host", "no.such.host.invalid"]
+        plan = rl_run.make_plan(load(*flags, "--channel.bind", "127.0.0.3"))
+        assert plan.config.channel.port == int(port)  # pyright: ignore[reportAttributeAccessIssue]
+        with pytest.raises(ConfigError, match=rf"channel.port = {port} is in use at 127\.0\.0\.2"):
+            rl_run.make_plan(load(*flags, "--channel.bind", "127.0.0.2"))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +226,7 @@ def test_the_policy_server_computes_in_the_type_that_the_trainer_is_told_to(
 
 
 def test_servers_that_run_already_are_used_and_none_is_started(load: Callable[..., RLConfig]) -> None:
-    plan = rl.make_plan(load("--servers", '["http://gpu-box:8000"]', "--server-key", "k"))
+    plan = rl_run.make_plan(load("--servers", '["http://gpu-box:8000"]', "--server-key", "k"))
     parts = plan.parts("id", None)
     assert sorted(parts) == ["orchestrator", "trainer"]
     trainer, orchestrator = parts["trainer"], parts["orchestrator"]
@@ -278,16 +288,14 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_anew(load: Callable[
     assert start == Start() and start.fixed(config).resume is None
 
 
-def test_leftovers_of_later_steps_are_removed_and_nothing_else(load: Callable[..., RLConfig]) -> None:
+def test_batches_and_weights_on_their_way_are_removed_and_nothing_else(
+    load: Callable[..., RLConfig],
+) -> None:
     folder = _folder(load())
     for path in (folder.channel / "frames", folder.broadcasts / "version_3", folder.rollouts):
         path.mkdir(parents=True)
-    kept = {"step_2.jsonl", "eval_version_2.jsonl", "notes.txt"}
-    for name in kept | {"step_3.jsonl", "step_10.jsonl", "eval_version_4.jsonl", "step_3.jsonl.partial"}:
-        (folder.rollouts / name).write_text("")
-    remove_leftovers(folder, 2)
-    assert {path.name for path in folder.rollouts.iterdir()} == kept
-    assert not folder.channel.exists() and not folder.broadcasts.exists()
+    remove_leftovers(folder)
+    assert [path.name for path in folder.root.iterdir()] == ["rollouts"]
 
 
 def test_the_id_of_a_run_is_made_once(load: Callable[..., RLConfig], tmp_path: Path) -> None:

@@ -138,28 +138,3 @@ def test_under_an_outer_torchrun_only_rank_0_writes_and_others_follow_it(tmp_pat
     assert attempt.name == "attempt_3"
     assert sft_run._prepare_as_rank(config, folder, rank_1) == (attempt / "sft.toml", attempt)
     assert sft_run.OuterRank.from_environment({}) is None
-
-
-def test_until_it_is_in_charge_of_signals_the_command_imports_only_the_standard_library() -> None:
-    code = (
-        "import sys\nknown = set(sys.modules)\nimport launcher.sft\n"
-        "names = {name.partition('.')[0] for name in sys.modules.keys() - known}\n"
-        "print(sorted(names - set(sys.stdlib_module_names)))"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert found.stdout.strip() == "['contract', 'launcher']", found.stderr
-
-
-def test_ctrl_c_while_the_libraries_are_imported_is_one_message() -> None:
-    code = (
-        "import os, signal, sys\nfrom importlib.abc import MetaPathFinder\nfrom launcher.sft import main\n"
-        "class Interrupting(MetaPathFinder):\n"
-        "    def find_spec(self, fullname, path, target=None):\n"
-        "        if fullname == 'pydantic':\n"
-        "            os.kill(os.getpid(), signal.SIGINT)\n"
-        "sys.meta_path.insert(0, Interrupting())\n"
-        "sys.exit(main(['--help']))"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (found.returncode, found.stdout) == (130, "")
-    assert found.stderr == "ended by SIGINT before training began\n"

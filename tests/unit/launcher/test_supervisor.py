@@ -178,6 +178,25 @@ def _kill_launcher(folder: Path) -> Result:
     return launch.finish()
 
 
+def _sweeper_hangs(folder: Path) -> Result:
+    launch = Launch("wait", folder)
+    launch.wait_for(*_READY)
+    (sweeper,) = _sweepers(folder)
+    os.kill(sweeper, signal.SIGSTOP)
+    launch.process.send_signal(signal.SIGINT)
+    return launch.finish()
+
+
+def _sweepers(folder: Path) -> list[int]:
+    words = b"\0".join((b"launcher.sweeper", bytes(folder)))
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # ended meanwhile
+            if words in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
+
+
 def _stuck(folder: Path) -> Result:
     return Launch("stuck", folder).finish()
 
@@ -198,6 +217,7 @@ _SCENARIOS: list[Callable[[Path], Result]] = [
     _exceed_grace,
     _third_signal,
     _kill_launcher,
+    _sweeper_hangs,
     _stuck,
 ]
 
@@ -325,6 +345,13 @@ def test_a_third_signal_kills_at_once(results: Results) -> None:
 
 def test_kill_9_of_the_launcher_leaves_nothing_even_if_parts_ignore_signals(results: Results) -> None:
     assert results(_kill_launcher).alive == []
+
+
+def test_a_sweeper_that_hangs_is_killed_and_does_not_keep_the_run_from_ending(results: Results) -> None:
+    result = results(_sweeper_hangs)
+    assert result.code == 128 + signal.SIGINT
+    assert "the sweeper hung, and was killed after 1 s; no process of the run is left" in result.errors
+    assert _sweepers(result.folder) == [] and result.alive == []
 
 
 def test_a_run_without_progress_ends_and_says_where_everything_stood(results: Results) -> None:

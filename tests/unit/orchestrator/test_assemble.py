@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from tests.support.rollouts import make_episode
 def _groups() -> list[JudgedGroup]:
     """For batch 5, which is trained from version 4."""
     one = [
-        make_episode(1.0, [4, 4], rewards={"length": 2.0}),
+        replace(make_episode(1.0, [4, 4], rewards={"length": 2.0}), num_turns=3),
         make_episode(0.0, [2, 3, 4], truncated=True),
         EpisodeFailed("prompt too long", "no room"),
     ]
@@ -42,7 +43,9 @@ def _taken() -> Taken:
         credit=GRPO(normalize_std=False),
         temperature=0.5,
     )
-    tally = Tally(1, 2, 3, Counter({"timeout": 4, "prompt too long": 1}), 50, list(equal.stats), 4)
+    tally = Tally(
+        2, 2, 3, Counter({"timeout": 4, "prompt too long": 1}), 50, list(equal.stats), 4, [1.0, 0.5]
+    )
     return Taken(_groups(), tally)
 
 
@@ -61,10 +64,12 @@ def test_metrics_of_a_batch() -> None:
             "length/mean": (30 + 2 + 3 + 1 + 2 + 1) / 8,
             "length/max": 10.0,
             "length/truncated": 1 / 8,
+            "turns/mean": (3 + 7) / 8,
             "groups/trained": 2.0,
-            "groups/signal": 2 / 5,
-            "groups/dropped": 10.0,
-            "groups/dropped_no_signal": 1.0,
+            "groups/signal": 2 / 6,
+            "groups/dropped": 11.0,
+            "groups/dropped_no_signal": 2.0,
+            "groups/no_signal_reward": 0.75,
             "groups/dropped_failed": 2.0,
             "groups/dropped_stale": 3.0,
             "groups/dropped_outage": 4.0,

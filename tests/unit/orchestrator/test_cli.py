@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ import pytest
 from contract.attempt import read_exit
 from contract.channel.filesystem import FilesystemReceiver
 from contract.layout import RunFolder
-from contract.policy import GenerateRequest
+from contract.policy import GenerateRequest, Origin
 from contract.rollout import RolloutBatch, RunEnd, decode_message, from_wire
 from contract.sections import ModelFilesConfig, SamplingConfig
 from contract.settings.dump import to_toml
 from orchestrator.config import EvaluationConfig, OrchestratorConfig, RolloutConfig, SourceConfig
+from tests.support.gguf_file import write_endless_conversion
 from tests.support.policy_server import PolicyServer, Reply
+from tests.support.runs import wait_until
 from tests.support.tiny_model import write_tiny_tokenizer
 
 _ENVIRONMENT = """
@@ -68,7 +71,9 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _start(root: Path, server: str, **values: Any) -> subprocess.Popen[str]:
+def _start(
+    root: Path, server: str, *, environment: Mapping[str, str] | None = None, **values: Any
+) -> subprocess.Popen[str]:
     config = OrchestratorConfig(
         **{
             "sources": [SourceConfig(environment="longer:Longer")],
@@ -89,7 +94,14 @@ def _start(root: Path, server: str, **values: Any) -> subprocess.Popen[str]:
     path = root / "orchestrator.toml"
     path.write_text(to_toml(config, header="test"))
     command = [sys.executable, "-m", "orchestrator", str(path), str(root / "out/run/logs/attempt_1")]
-    return subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command,
+        cwd=root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **(environment or {})},
+    )
 
 
 def _answer(request: GenerateRequest) -> Reply:
@@ -123,10 +135,10 @@ def test_a_run_from_its_configuration_to_the_trainers_farewell(root: Path) -> No
             mapped.append(Path(f"/proc/{process.pid}/maps").read_text() if not mapped else "")
             return _answer(request)
 
-        async with PolicyServer(answer) as server:
+        async with PolicyServer(answer, origin=Origin("0123abcd", "trainer")) as server:
             process = _start(root, server.url)
             try:
-                receiver = FilesystemReceiver(RunFolder(root / "out/run").channel)
+                receiver = FilesystemReceiver(RunFolder(root / "out/run").channel, "trainer")
                 messages = await _train(receiver, server)
                 output, _ = await asyncio.to_thread(process.communicate, timeout=60)
             finally:
@@ -158,6 +170,37 @@ def test_a_run_from_its_configuration_to_the_trainers_farewell(root: Path) -> No
     assert record is not None and (record.code, record.message) == (0, "")
 
 
+def test_traces_of_later_steps_are_removed_and_nothing_else(root: Path) -> None:
+    rollouts = RunFolder(root / "out/run").rollouts
+    rollouts.mkdir()
+    kept = {"eval_version_0.jsonl", "notes.txt"}
+    for name in kept | {"step_1.jsonl", "step_10.jsonl", "eval_version_4.jsonl", "step_3.jsonl.partial"}:
+        (rollouts / name).write_text("")
+    process = _start(root, "http://127.0.0.1:9")
+    try:
+        wait_until(lambda: {path.name for path in rollouts.iterdir()} == kept, "the removal")
+    finally:
+        process.kill()
+        process.wait(60)
+
+
+def test_a_signal_while_the_model_is_converted_ends_it_at_once(root: Path) -> None:
+    (root / "tiny.gguf").touch()
+    endless, begun = write_endless_conversion(root / "endless")
+    process = _start(
+        root,
+        "http://127.0.0.1:9",
+        environment={**endless, "XDG_CACHE_HOME": str(root / "cache")},
+        model=ModelFilesConfig(name=str(root / "tiny.gguf")),
+    )
+    _wait_for(begun)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    record = read_exit(_attempt(root), "orchestrator")
+    assert record is not None and process.returncode == record.code == 143
+    assert [*(root / "cache/tailrace/models").iterdir()] == []
+
+
 def test_a_run_without_an_id_is_refused(root: Path) -> None:
     RunFolder(root / "out/run").run_id.unlink()
     process = _start(root, "http://127.0.0.1:9")
@@ -169,10 +212,7 @@ def test_a_run_without_an_id_is_refused(root: Path) -> None:
 
 
 def _wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(path.exists, str(path))
 
 
 def test_a_signal_while_it_begins_is_recorded(root: Path) -> None:

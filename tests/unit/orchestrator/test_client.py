@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import pytest
 
 from contract.errors import PolicyServerError
-from contract.policy import GenerateRequest, GenerateResponse, Sampling
+from contract.policy import GenerateRequest, GenerateResponse, Origin, Sampling, VersionInfo
 from contract.policy import encode as encode_message
 from contract.sections import SamplingConfig
 from orchestrator.client import PolicyClient
@@ -80,7 +80,7 @@ def test_a_server_that_comes_back_at_its_address_is_used_again() -> None:
             url = server.url
         async with PolicyClient([url], server_patience_seconds=20) as client:
             draws = [asyncio.create_task(client.generate([1], SAMPLING, f"r{n}")) for n in range(20)]
-            polls = asyncio.create_task(client.version())
+            polls = asyncio.create_task(client.wait_for_version(0, 0))
             await until(lambda: client.num_retries >= 20)
             async with server:
                 assert all(answer.tokens == [5, 6] for answer in await asyncio.gather(*draws))
@@ -96,7 +96,9 @@ def test_a_server_out_of_reach_for_too_long_is_named_with_its_last_error(ask: st
         port = free_port()
         async with PolicyClient([f"http://127.0.0.1:{port}"], server_patience_seconds=0.3) as client:
             with pytest.raises(PolicyServerError) as error:
-                await (client.generate([1], SAMPLING, "r") if ask == "draw" else client.version())
+                await (
+                    client.generate([1], SAMPLING, "r") if ask == "draw" else client.wait_for_version(0, 0)
+                )
             assert client.num_retries >= 2
         assert f"http://127.0.0.1:{port} has been out of reach" in str(error.value)
         assert "server_patience_seconds = 0.3" in str(error.value)
@@ -145,7 +147,7 @@ def test_a_wrong_key_or_address_ends_the_run_at_once() -> None:
                 with pytest.raises(PolicyServerError, match="401: the key is not right; check the address"):
                     await client.generate([1], SAMPLING, "r")
                 with pytest.raises(PolicyServerError, match="401"):
-                    await client.version()
+                    await client.wait_for_version(0, 0)
             async with PolicyClient([server.url + "/other"], api_key="secret") as client:
                 with pytest.raises(PolicyServerError, match="404: no route /other/generate"):
                     await client.generate([1], SAMPLING, "r")
@@ -266,7 +268,7 @@ def test_a_version_is_awaited_on_all_servers() -> None:
             PolicyServer(in_turn(OK), version=2) as second,
             PolicyClient([first.url, second.url]) as client,
         ):
-            assert await client.version() == 2
+            assert await client.wait_for_version(0, 0) == 2
             assert await client.wait_for_version(3, timeout_seconds=0.2) == 2
             wait = asyncio.create_task(client.wait_for_version(4, timeout_seconds=20))
             await first.set_version(4)
@@ -293,5 +295,30 @@ def test_waiting_for_a_version_goes_on_over_an_outage() -> None:
             await server.set_version(1)
             assert await wait == 1
         await server.close()
+
+    run(work())
+
+
+def test_draws_name_the_run_and_a_server_that_another_run_has_taken_ends_this_one() -> None:
+    async def work() -> None:
+        told = Reply(status=412, error="the weights are those of run b, not of run a")
+        own, other = Origin("a", "t1"), Origin("b", "t2")
+        async with (
+            PolicyServer(in_turn(OK, told), version=3, origin=own) as server,
+            PolicyClient([server.url], run_id="a") as client,
+        ):
+            await client.generate([1], SAMPLING, "r")
+            assert server.requests[0].run_id == "a"
+            with pytest.raises(
+                PolicyServerError, match=r"those of run b, not of run a\): another run has taken"
+            ):
+                await client.generate([1], SAMPLING, "r")
+            assert await client.wait_for_version(3, 1.0) == 3
+            server.origin = other
+            with pytest.raises(
+                PolicyServerError, match=r"\(it has version 3 of run b\): another run has taken it"
+            ):
+                await client.wait_for_version(3, 1.0)
+            assert await client.weights() == {server.url: VersionInfo(3, other)}
 
     run(work())

@@ -224,6 +224,21 @@ def test_a_tool_result_without_room_ends_the_episode_with_the_earlier_turns_kept
     assert episode.num_sampled == sum(len(encode(tokenizer, text)) for text in turns)
 
 
+def test_a_text_far_too_long_is_not_even_rendered() -> None:
+    template = (
+        "{% for m in messages %}{{ raise_exception('rendered') if m.content | length > 5000 }}{% endfor %}"
+    )
+    tokenizer = byte_tokenizer(template + CHATML)
+    policy = ScriptedPolicy(encode(tokenizer, "a<|im_end|>"))
+    source = ScriptedSource([user("q")], [[tool("x" * 1500), tool("x" * 50_000)]], max_turns=5)
+    assert run(tokenizer, policy, source, seq_len=400).finish_reason == "context"
+    with pytest.raises(
+        EpisodeFailed, match="the first prompt has more tokens, which leaves nothing"
+    ) as failure:
+        run(tokenizer, policy, ScriptedSource([user("x" * 50_000)]), seq_len=400)
+    assert failure.value.kind == "prompt too long"
+
+
 def test_the_last_turn_gets_no_more_tokens_than_seq_len_leaves() -> None:
     tokenizer = byte_tokenizer()
     prompt = encode(tokenizer, "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n")

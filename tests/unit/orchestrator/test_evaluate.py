@@ -75,7 +75,9 @@ def test_metrics_are_of_the_episodes_that_did_not_fail(
     def answer(task: dict[str, Any], seed: int, version: int) -> Episode | EpisodeFailed:
         number = calls[task["index"]] = calls.get(task["index"], -1) + 1
         reward = script[task["index"]][number]
-        return EpisodeFailed("timeout", "too slow") if reward is None else make_episode(reward, [7, 7])
+        if reward is None:
+            return EpisodeFailed("timeout", "too slow")
+        return make_episode(reward, [7, 7], truncated=reward == 0.0)
 
     evaluator = _evaluator(
         _config(num_tasks=9, num_samples=4), FakeRunner(FakeTrainer(), answer), tmp_path, 3
@@ -85,6 +87,7 @@ def test_metrics_are_of_the_episodes_that_did_not_fail(
     assert metrics == {
         "eval/held/mean": pytest.approx(2 / 7),
         "eval/held/length": 2.0,
+        "eval/held/truncated": pytest.approx(5 / 7),
         "eval/held/failed": 5.0,
         "eval/held/pass@1": pytest.approx((2 / 3 + 0) / 2),
         "eval/held/pass@2": pytest.approx((1 + 0) / 2),

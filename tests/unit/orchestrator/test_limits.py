@@ -26,11 +26,13 @@ def test_half_of_a_hundred_may_fail_and_one_more_ends_the_run() -> None:
         rate.record(_fail(50, "timeout"))
 
 
-def test_only_the_last_hundred_count() -> None:
+def test_only_the_last_hundred_count_and_are_told_of() -> None:
     rate = ErrorRate(0.1)
     for number in range(1000):
         rate.record(_fail(number) if number % 10 == 0 else None)
-    with pytest.raises(EnvironmentFailure, match=r"11 of the last 100 .*The first error was worker: error 0"):
+    with pytest.raises(
+        EnvironmentFailure, match=r"11 of the last 100 .*The first error of them was worker: error 910$"
+    ):
         rate.record(_fail(1000))
         rate.record(_fail(1001))
 
@@ -56,3 +58,11 @@ def test_a_group_with_signal_begins_the_count_of_empty_ones_anew() -> None:
         rule.record(_group("no_signal"))
     with pytest.raises(EnvironmentFailure, match=r"6 groups in a row.*in 5 all .* 1 had .*worker: error 7"):
         rule.record(_group("failed"))
+
+
+def test_what_failed_before_a_group_with_signal_is_not_told_of() -> None:
+    rule = EmptyRule(RolloutConfig(groups_per_batch=1, max_empty_batches=2))
+    for outcome in ("failed", "signal", "no_signal"):
+        rule.record(_group(outcome))
+    with pytest.raises(EnvironmentFailure, match=r"0 had fewer than two episodes that did not fail\. "):
+        rule.record(_group("no_signal"))

@@ -94,6 +94,17 @@ def test_a_family_renderer_that_writes_another_text_than_the_template_is_not_ask
     assert parse_as_family("<think>hm</think>a<|im_end|>", CHATML)["content"] == "<think>hm</think>a"
 
 
-def test_a_malformed_call_is_left_as_text_for_a_family_too() -> None:
-    text = "<tool_call>{]</tool_call>"
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{]",
+        # A lenient reader of JSON takes these; neither the way to the environment nor a trace can hold them.
+        '{"name": "add", "arguments": {"a": "\\ud800"}}',
+        '{"name": "add\\udfff", "arguments": {}}',
+        '{"name": "add", "arguments": {"a": NaN}}',
+        '{"name": "add", "arguments": {"a": 1e999}}',
+    ],
+)
+def test_a_malformed_call_is_left_as_text_for_a_family_too(body: str) -> None:
+    text = f"<tool_call>{body}</tool_call>"
     assert parse_as_family(f"{text}<|im_end|>", QWEN) == {"role": "assistant", "content": text}

@@ -329,12 +329,12 @@ def test_episodes_that_never_end_end_the_run(tmp_path: Path) -> None:
     assert runner.num_cancelled == 8
 
 
-def test_a_first_version_that_does_not_come_ends_the_run(tmp_path: Path) -> None:
+def test_a_trainer_that_is_behind_the_checkpoint_ends_the_run(tmp_path: Path) -> None:
     first = FakeTrainer()
     setup = _stopping(tmp_path, version=0.2)
     asyncio.run(setup.run(first, FakeRunner(first)))
     trainer = FakeTrainer(1)
-    with pytest.raises(PublishError, match=r"still serves version 1 .*goes on from version 3"):
+    with pytest.raises(PublishError, match=r"trainer is at version 1, .*goes on from version 3"):
         asyncio.run(setup.run(trainer, FakeRunner(trainer), first.batches[2].snapshot))
 
 
@@ -349,9 +349,9 @@ def test_a_version_beyond_the_batches_that_were_sent_ends_the_run(tmp_path: Path
         asyncio.run(_stopping(tmp_path).run(trainer, runner))
 
 
-def test_a_server_that_is_ahead_at_the_start_ends_the_run(tmp_path: Path) -> None:
+def test_a_trainer_that_is_ahead_at_the_start_ends_the_run(tmp_path: Path) -> None:
     trainer = FakeTrainer(1)
-    with pytest.raises(PolicyServerError, match="serves version 1, but it must be from 0 to 0"):
+    with pytest.raises(PublishError, match=r"trainer is at version 1, .*goes on from version 0"):
         asyncio.run(_stopping(tmp_path).run(trainer, FakeRunner(trainer)))
 
 

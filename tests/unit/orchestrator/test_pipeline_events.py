@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from contract.errors import EnvironmentFailure
+from contract.errors import EnvironmentFailure, PolicyServerError, PublishError
+from contract.policy import Origin, VersionInfo
 from contract.sections import SamplingConfig
 from orchestrator.config import EvaluationConfig, RolloutConfig, SourceConfig
 from orchestrator.environment.failure import EpisodeFailed
@@ -180,3 +181,52 @@ def test_so_it_is_with_one_that_began_after_the_batch_was_sent(tmp_path: Path) -
     again = FakeTrainer(3)
     asyncio.run(setup.run(again, FakeRunner(again, _by_version), first.batches[2].snapshot))
     assert again.batches[0].metrics["eval/version"] == 2.0
+
+
+class _LateTrainer(FakeTrainer):
+    """Asks for its first batch `delay` looks after the start; until then the server has what was `left`."""
+
+    def __init__(self, left: VersionInfo, delay: int) -> None:
+        super().__init__()
+        self.left = left
+        self.looks_left = delay
+        self.begins_at = Origin("run", "trainer")
+
+    async def receiver(self) -> str | None:
+        self.looks_left -= 1
+        return None if self.looks_left >= 0 else "trainer"
+
+    async def weights(self) -> dict[str, VersionInfo]:
+        served = VersionInfo(self.version, self.begins_at)
+        return {"http://fake": self.left if self.looks_left >= 0 else served}
+
+
+@pytest.mark.parametrize(
+    "left", [VersionInfo(0, Origin("run", "earlier")), VersionInfo(5, Origin("run", "earlier"))]
+)
+def test_nothing_is_sampled_from_what_an_earlier_attempt_has_left(left: VersionInfo, tmp_path: Path) -> None:
+    trainer = _LateTrainer(left, delay=5)
+
+    def script(task: dict[str, Any], seed: int, version: int) -> Episode:
+        assert trainer.looks_left < 0, "the trainer has not come yet"
+        return coin(task, seed, version)
+
+    setup = Setup(tmp_path, RolloutConfig(group_size=2, groups_per_batch=2), max_steps=2)
+    asyncio.run(setup.run(trainer, FakeRunner(trainer, script)))
+    assert trainer.end.sequence == 3
+
+
+def test_a_server_without_the_weights_of_the_trainer_ends_the_run(tmp_path: Path) -> None:
+    trainer = _LateTrainer(VersionInfo(0, Origin("", "")), delay=0)
+    setup = Setup(tmp_path, RolloutConfig(group_size=2, groups_per_batch=2), max_steps=2)
+    for origin, run in ((Origin("other", "trainer"), "other"), (Origin("run", "earlier"), "run")):
+        trainer.begins_at = origin
+        with pytest.raises(PolicyServerError, match=f"does not have the weights of .* of run {run};"):
+            asyncio.run(setup.run(trainer, FakeRunner(trainer)))
+
+
+def test_a_trainer_that_does_not_come_ends_the_run(tmp_path: Path) -> None:
+    trainer = _LateTrainer(VersionInfo(0, Origin("run", "trainer")), delay=10**6)
+    setup = Setup(tmp_path, RolloutConfig(group_size=2), max_steps=2, version_seconds=0.1)
+    with pytest.raises(PublishError, match=r"first request for a batch .* took longer than 0\.1 s"):
+        asyncio.run(setup.run(trainer, FakeRunner(trainer)))

@@ -176,6 +176,12 @@ def test_a_turn_cut_inside_a_character_is_extended_all_the_same() -> None:
     )
 
 
+def test_a_template_that_writes_no_tools_is_known() -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    assert TurnRenderer(byte_tokenizer(TOOLS)).shows(tools)
+    assert not TurnRenderer(byte_tokenizer(CHATML)).shows(tools)
+
+
 def test_messages_that_are_no_text_or_that_the_template_refuses_fail_the_episode() -> None:
     renderer = TurnRenderer(byte_tokenizer(STRICT))
     for messages in ([user("\ud800")], [{"role": "user", "content": object()}], [user("q"), tool("r")]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
@@ -13,8 +12,7 @@ from typing import Any
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from telemetry.trackers import TensorboardSink
-
-_LOG_BLOCK_BYTES = 32768
+from tests.support.wandb_files import read_records
 
 # A process per attempt, as in a real run: W&B keeps state of its own in the process. Any use of the network
 # fails.
@@ -79,31 +77,11 @@ def _attempt(
     return (*json.loads(last), "\n".join(messages))
 
 
-def _transaction_log(path: Path) -> list[Any]:
-    """Parse W&B's file: 7 bytes, then LevelDB's log format (32 KiB blocks of chunks with a 7-byte header)."""
-    # The module picks one of several generated ones when it is imported; a type checker sees none.
-    record_class = importlib.import_module("wandb.proto.wandb_internal_pb2").Record
-    data, records, parts, position = path.read_bytes(), [], b"", 7
-    while position + 7 <= len(data):
-        if _LOG_BLOCK_BYTES - position % _LOG_BLOCK_BYTES < 7:
-            position += _LOG_BLOCK_BYTES - position % _LOG_BLOCK_BYTES
-            continue
-        length, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
-        parts += data[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):  # a whole record, or the last part of one
-            record = record_class()
-            record.ParseFromString(parts)
-            records.append(record)
-            parts = b""
-    return records
-
-
 def _history(folder: Path) -> list[Mapping[str, Any]]:
     """What all attempts logged, in the order of their folders; `_step` is W&B's internal step."""
     rows = []
     for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
-        for record in _transaction_log(path):
+        for record in read_records(path):
             if record.WhichOneof("record_type") == "history":
                 items = record.history.item
                 rows.append({item.key or item.nested_key[0]: json.loads(item.value_json) for item in items})

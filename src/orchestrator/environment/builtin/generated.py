@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from contract.errors import ConfigError
-from orchestrator.environment.base import Environment, Message
+from orchestrator.environment.base import MAX_TASKS, Environment, Message
 
 _TEST_SHARE = 5
 """One of this many possible tasks belongs to the test split."""
@@ -30,7 +30,7 @@ class Generated(Environment):
     def __init__(self, split: str, num_tasks: int, seed: int) -> None:
         """See the environments; raises ConfigError if there is no task of this split."""
         self.split = one_of("split", split, ("train", "test"))
-        self.num_tasks = whole("num_tasks", num_tasks, 1, 2**40)
+        self.num_tasks = whole("num_tasks", num_tasks, 1, MAX_TASKS)
         self.seed = whole("seed", seed, 0, 2**62)
 
     def __len__(self) -> int:

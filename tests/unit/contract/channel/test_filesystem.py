@@ -15,7 +15,7 @@ def frames_in(folder: Path) -> set[str]:
 
 def test_acknowledged_frames_are_deleted_and_the_others_are_kept(tmp_path: Path) -> None:
     async def main() -> None:
-        sender, receiver = FilesystemSender(tmp_path), FilesystemReceiver(tmp_path)
+        sender, receiver = FilesystemSender(tmp_path), FilesystemReceiver(tmp_path, "trainer")
         for sequence in (7, 8, 9):
             await sender.send(sequence, b"content")
         assert frames_in(tmp_path) == {"frame_7", "frame_8", "frame_9"}
@@ -32,7 +32,7 @@ def test_acknowledged_frames_are_deleted_and_the_others_are_kept(tmp_path: Path)
 
 def test_a_frame_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
     async def main() -> None:
-        sender, receiver = FilesystemSender(tmp_path), FilesystemReceiver(tmp_path)
+        sender, receiver = FilesystemSender(tmp_path), FilesystemReceiver(tmp_path, "trainer")
         (session,) = tmp_path.glob("session_*")
         (session / "frame_1.partial").write_bytes(b"as far as a writer came that was killed")
         assert await asyncio.to_thread(receiver.receive, 1, 0.3) is None
@@ -53,7 +53,7 @@ def test_a_folder_that_cannot_be_made_says_where_and_what_to_do(tmp_path: Path) 
     with pytest.raises(ChannelError, match="cannot be written: File exists; free space or mend the rights"):
         asyncio.run(main())
     with pytest.raises(ChannelError, match=r"channel.type = 'filesystem', but .*channel cannot be written"):
-        FilesystemReceiver(occupied)
+        FilesystemReceiver(occupied, "trainer")
 
 
 def test_a_folder_that_is_lost_while_running_is_an_error_of_the_next_send(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
@@ -32,8 +33,8 @@ class Way:
     def sender(self) -> Sender:
         return open_sender(self.config, self.folder)
 
-    def receiver(self) -> Receiver:
-        return open_receiver(self.config, self.folder)
+    def receiver(self, receiver_id: str | None = None) -> Receiver:
+        return open_receiver(self.config, self.folder, receiver_id or uuid.uuid4().hex)
 
 
 def free_port() -> int:
@@ -252,5 +253,30 @@ def test_a_receiver_is_not_given_again_what_it_acknowledged(way: Way) -> None:
             await receive(receiver, 1)
         await asyncio.to_thread(receiver.close)
         await sender.close()
+
+    run(main)
+
+
+def test_a_sender_knows_the_receiver_that_has_asked_it_and_no_one_that_asked_another_before(way: Way) -> None:
+    async def asked_by(sender: Sender, receiver_id: str) -> None:
+        while await sender.receiver() != receiver_id:
+            await asyncio.sleep(0.01)
+
+    async def main() -> None:
+        sender, receiver = way.sender(), way.receiver("first")
+        await asyncio.sleep(0.2)
+        assert await sender.receiver() is None, "it is there, but has not asked"
+        assert await receive(receiver, 1, 0.5) is None
+        await asked_by(sender, "first")
+        await asyncio.to_thread(receiver.close)
+        await sender.close()
+        again = way.sender()
+        await asyncio.sleep(0.2)
+        assert await again.receiver() is None
+        second = way.receiver("second")
+        assert await receive(second, 1, 0.5) is None
+        await asked_by(again, "second")
+        await asyncio.to_thread(second.close)
+        await again.close()
 
     run(main)

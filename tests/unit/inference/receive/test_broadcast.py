@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from contract.broadcast import Go, go_key, here_key
 from contract.errors import PublishError
-from contract.policy import BroadcastUpdate, TensorInfo
+from contract.policy import BroadcastUpdate, Origin, TensorInfo
 from inference.receive.build import open_update
 
 UPDATE = BroadcastUpdate(
@@ -23,7 +23,7 @@ UPDATE = BroadcastUpdate(
     backend="auto",
     host="127.0.0.1",
     port=1,
-    sender="somebody",
+    origin=Origin("run", "trainer"),
     number=1,
     rank=1,
     world_size=2,

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from contract.errors import PublishError
-from contract.policy import FolderUpdate
+from contract.policy import NOBODY, FolderUpdate
 from inference.receive.build import open_update
 from inference.receive.folder import read_folder
 
@@ -26,7 +26,7 @@ def write(folder: Path) -> Path:
 
 
 def test_an_update_by_folder_hands_out_every_tensor_once(tmp_path: Path) -> None:
-    with open_update(FolderUpdate(3, str(write(tmp_path)))) as tensors:
+    with open_update(FolderUpdate(3, str(write(tmp_path)), NOBODY)) as tensors:
         found = list(tensors)
     assert [name for name, _ in found] == ["a", "b"]
     assert torch.equal(found[0][1], A) and torch.equal(found[1][1], B)

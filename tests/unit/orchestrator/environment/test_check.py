@@ -52,6 +52,7 @@ def test_an_episode_of_several_turns_is_played_to_its_end() -> None:
     ("environment", "words"),
     [
         (_Given(num_tasks=0), r"len\(_Given\) is 0"),
+        (_Given(num_tasks=50_000_001), r"len\(_Given\) is 50000001; at most 50000000"),
         (_Given(max_turns=0), "max_turns is 0"),
         (_Given(max_turns=True), "max_turns is True"),
         (_Given(tools={"name": "x"}), "tools must be a list"),
@@ -68,6 +69,7 @@ def test_an_episode_of_several_turns_is_played_to_its_end() -> None:
         (_Given(reward=None), "gave None for 'reward'"),
         (_Given(reward="1.0"), "gave str"),
         (_Given(reward=float("nan")), "must be finite"),
+        (_Given(reward=-1e31), r"a reward must be finite, from -1e\+30 to 1e\+30"),
         (_Given(reward={"reward": 1.0, "other": float("inf")}), "'other'; a reward must be finite"),
         (_Given(reward={"score": 1.0}), r"the key 'reward'; it returned the keys \['score'\]"),
     ],

@@ -136,13 +136,18 @@ def test_the_plan_says_what_is_loaded_what_is_skipped_and_what_changed(
 def test_addresses_and_keys_of_policy_servers_are_in_no_checkpoint(
     folder: RunFolder, process: Process
 ) -> None:
-    served = {**CONFIG, "servers": ["http://127.0.0.1:4001"], "server_key": "secret"}
+    served = {
+        **CONFIG,
+        "servers": ["http://127.0.0.1:4001"],
+        "server_key": "secret",
+        "channel": {"type": "zmq", "port": 4001},
+    }
     CheckpointManager(CheckpointConfig(), folder, process, make_parts(), served).save(7)
     step = folder.checkpoints / "step_7"
     files = [path for path in step.rglob("*") if path.is_file()]
     assert files and not any(word in path.read_bytes() for path in files for word in (b"secret", b"4001"))
     # A resumed run has other ports, which is no change of the run.
-    now = {**served, "servers": ["http://127.0.0.1:4002"]}
+    now = {**served, "servers": ["http://127.0.0.1:4002"], "channel": {"type": "zmq", "port": 4002}}
     assert planned(ResumeConfig(), folder, process, now).changes == ()
 
 

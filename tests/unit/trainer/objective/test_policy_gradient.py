@@ -175,6 +175,15 @@ def reinforce(logprobs, sampler_logprobs, advantages):
 
 def total(logprobs, sampler_logprobs, advantages):
     return -(advantages * logprobs).sum(), {}
+
+def mean(logprobs, sampler_logprobs, advantages):
+    return -advantages * logprobs, {"own": 0.5}
+
+def alone(logprobs, sampler_logprobs, advantages):
+    return -advantages * logprobs
+
+def hides(logprobs, sampler_logprobs, advantages):
+    return -advantages * logprobs, {"loss": logprobs, "entropy": logprobs}
 """
 
 
@@ -192,8 +201,15 @@ def test_a_loss_of_the_users_is_found_beside_the_configuration(
     logprobs = plain_logprobs(hidden, head, 1.0)[torch.arange(NUM_TOKENS), TARGETS]
     assert loss.item() == pytest.approx(float(-(streams["advantages"] * logprobs).mean()), rel=1e-5)
     assert reported["own"].item() == pytest.approx(float(logprobs.abs().mean()), rel=1e-5)
-    wrong = PolicyGradient(VOCAB, build_token_loss(CustomLossConfig(function="my_losses:total")))
-    with pytest.raises(ConfigError, match="one number for each of the 19 tokens"):
-        wrong(hidden, lambda h: h @ head.T, rows, counts)
+    for name, words in (
+        ("total", "returned a loss that is not a tensor of one number for each of the 19 tokens"),
+        ("mean", "returned a value 'own' that is not a tensor of one number for each of the 19 tokens"),
+        ("alone", "returned no pair of the tokens' losses and a dict of values to log"),
+        # The run's own loss decides whether an update is finite.
+        ("hides", "returned a value by the name entropy, loss, which is that of another metric"),
+    ):
+        wrong = PolicyGradient(VOCAB, build_token_loss(CustomLossConfig(function=f"my_losses:{name}")))
+        with pytest.raises(ConfigError, match=words):
+            wrong(hidden, lambda h: h @ head.T, rows, counts)
     with pytest.raises(ConfigError, match="my_losses:missing"):
         build_token_loss(CustomLossConfig(function="my_losses:missing"))

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from contract.errors import PublishError
+from contract.policy import Origin
 from contract.sections import FilesystemPublishConfig
 from inference.receive.folder import read_folder
 from tests.support.weight_server import KEY, WeightServer, weight_server
@@ -21,6 +22,7 @@ from trainer.publish.bucketed import BucketPublisher
 from trainer.publish.client import PolicyServers
 from trainer.publish.filesystem import FolderSink
 
+ORIGIN = Origin("run", "trainer")
 TENSORS = {
     "rows": torch.arange(12.0).view(3, 4),
     "counter": torch.tensor(7),
@@ -46,7 +48,7 @@ def publisher_to(
     server: WeightServer, folder: Path, process: Process, *, keep_last: int = 2, file_bytes: int = 64
 ) -> Iterator[BucketPublisher]:
     config = FilesystemPublishConfig(keep_last=keep_last, timeout_seconds=20)
-    sink = FolderSink(config, folder, PolicyServers([server.address], KEY))
+    sink = FolderSink(config, folder, PolicyServers([server.address], KEY), ORIGIN)
     publisher = BucketPublisher(process, weights, torch.float32, file_bytes, sink)
     try:
         yield publisher
@@ -131,7 +133,7 @@ def test_a_folder_that_cannot_be_written_says_which_and_what_to_do(
 
 def test_a_server_that_is_not_up_is_named(tmp_path: Path, process: Process) -> None:
     config = FilesystemPublishConfig(timeout_seconds=0.5)
-    sink = FolderSink(config, tmp_path, PolicyServers(["http://127.0.0.1:9"], None))
+    sink = FolderSink(config, tmp_path, PolicyServers(["http://127.0.0.1:9"], None), ORIGIN)
     publisher = BucketPublisher(process, weights, torch.float32, 1000, sink)
     with pytest.raises(PublishError, match=r"http://127\.0\.0\.1:9 is not up within .*it cannot be reached"):
         publisher.publish(1)
@@ -140,7 +142,7 @@ def test_a_server_that_is_not_up_is_named(tmp_path: Path, process: Process) -> N
 
 def test_a_key_that_is_wrong_is_told(tmp_path: Path, process: Process, server: WeightServer) -> None:
     config = FilesystemPublishConfig(timeout_seconds=10)
-    sink = FolderSink(config, tmp_path, PolicyServers([server.address], "another"))
+    sink = FolderSink(config, tmp_path, PolicyServers([server.address], "another"), ORIGIN)
     publisher = BucketPublisher(process, weights, torch.float32, 1000, sink)
     with pytest.raises(PublishError, match="status 401"):
         publisher.publish(1)

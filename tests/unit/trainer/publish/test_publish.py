@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 
 from contract.errors import ConfigError, PublishError
 from contract.layout import RunFolder
+from contract.policy import Origin
 from tests.support.engine import build_engine, build_sharded, rank_process
 from tests.support.ranks import run_ranks
 from tests.support.weight_server import KEY, Behaviour, WeightServer, weight_server
@@ -53,7 +55,8 @@ def open_publisher(
             "server_key": KEY,
         }
     )
-    return build_publisher(config, process, RunFolder(root), weights, dtype=dtype)
+    origin = Origin("run", uuid.uuid4().hex)
+    return build_publisher(config, process, RunFolder(root), weights, origin=origin, dtype=dtype)
 
 
 def weights_of_run(folder: Path, process: Process, **model_settings: Any) -> Weights:
