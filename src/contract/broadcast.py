@@ -236,6 +236,8 @@ class Group:
         # behind with it.
         threading.Thread(target=begin, name="connect", daemon=True).start()
         wait_until(begun.done, timeout_seconds, check)
+        if begun.exception() is not None:
+            self.close()
         self._finish(begun.result(), deadline - time.monotonic(), check)
 
     def _begin(self, flat: torch.Tensor, timeout_seconds: float) -> Any:
@@ -301,6 +303,8 @@ def reason_of(error: BaseException) -> str:
         return "the connection broke"
     if "refused" in text or "failed to connect" in text:
         return "nobody listens there"
+    if "nccl error" in text:
+        return "nccl failed; with NCCL_DEBUG=WARN in the environment it says why"
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 

@@ -192,10 +192,15 @@ WeightUpdate = FolderUpdate | BroadcastUpdate
 
 
 class VersionInfo(msgspec.Struct, frozen=True):
-    """The policy version that draws tokens now, and whose it is."""
+    """The policy version that draws tokens now, and whose it is.
+
+    Attributes:
+        max_len: longest sequence that can be drawn, prompt included, in tokens; None does not tell.
+    """
 
     version: int
     origin: Origin
+    max_len: int | None = None
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):

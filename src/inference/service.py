@@ -18,6 +18,8 @@ from contextlib import AbstractContextManager, aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from contract.errors import PolicyServerError, PublishError
 from contract.policy import (
     GenerateRequest,
@@ -83,7 +85,8 @@ class PolicyService:
     @property
     def weights(self) -> VersionInfo:
         """Those that draw now."""
-        return self._lineage.info(self.engine.version)
+        info = self._lineage.info(self.engine.version)
+        return msgspec.structs.replace(info, max_len=self.engine.max_len)
 
     @property
     def is_updating(self) -> bool:

@@ -73,6 +73,7 @@ async def build_pipeline(
         run_id,
         version,
         config.max_steps,
+        config.seq_len,
         rollout.lead == 0,
         folder.rollouts,
         longest_episode(rollout, [*sources, *held_out]),

@@ -25,7 +25,14 @@ from pathlib import Path
 from typing import Protocol
 
 from contract.channel.base import Sender
-from contract.errors import ChannelError, EnvironmentFailure, PolicyServerError, PublishError, RunFolderError
+from contract.errors import (
+    ChannelError,
+    ConfigError,
+    EnvironmentFailure,
+    PolicyServerError,
+    PublishError,
+    RunFolderError,
+)
 from contract.policy import Origin, VersionInfo
 from contract.rollout import RolloutBatch, RunEnd, encode_message
 from orchestrator.assemble import BatchInfo, build_batch, trace_rows
@@ -63,6 +70,7 @@ class Span:
         run_id: what messages carry.
         first_version: that training goes on from: 0, or the step of the checkpoint.
         max_steps: the last batch.
+        seq_len: longest sample, prompt included, in tokens.
         is_synchronous: there is no lead, and nothing is sampled while an evaluation runs.
         rollouts: folder of the traces.
         episode_seconds: longest time in which no episode ends while some are under way.
@@ -72,6 +80,7 @@ class Span:
     run_id: str
     first_version: int
     max_steps: int
+    seq_len: int
     is_synchronous: bool
     rollouts: Path
     episode_seconds: float
@@ -243,6 +252,11 @@ class Pipeline:
                     f"the trainer is at version {info.version}, and the orchestrator goes on from version "
                     f"{span.first_version}: start both from one step (`rl --resume`; or `--resume.step N` "
                     f"for the trainer and `--resume-dir RUN/checkpoints/step_N` for the orchestrator)"
+                )
+            if info.max_len is not None and info.max_len < span.seq_len:
+                raise ConfigError(
+                    f"seq_len = {span.seq_len}, but the policy server {address} has max_len = "
+                    f"{info.max_len}; lower seq_len, or start the server with more"
                 )
 
     async def _follow_version(self) -> None:

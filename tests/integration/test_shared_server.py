@@ -109,13 +109,13 @@ def _follow_each_other(kind: str, tmp_path: Path, process: Process) -> None:
             PolicyClient([server.url], run_id="a") as of_a,
             PolicyClient([server.url], run_id="b") as of_b,
         ):
-            assert await of_a.weights() == {server.url: VersionInfo(0, NOBODY)}
+            assert await of_a.weights() == {server.url: VersionInfo(0, NOBODY, 64)}
             for one, versions in ((first, (0, 1, 2, 3)), (other, (0, 1)), (again, (2, 3))):
                 own, stranger = (of_a, of_b) if one.origin.run_id == "a" else (of_b, of_a)
                 for version in versions:
                     root = tmp_path / one.origin.run_id
                     await asyncio.to_thread(one.publish, version, kind, server.url, root)
-                    assert await own.weights() == {server.url: VersionInfo(version, one.origin)}
+                    assert await own.weights() == {server.url: VersionInfo(version, one.origin, 64)}
                     answer = await own.generate(PROMPT, SAMPLING, "r")
                     assert answer.versions == [version] * SAMPLING.max_tokens
                     assert answer.tokens == greedy(one.model(version)), (one.origin, version)

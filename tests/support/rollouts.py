@@ -28,6 +28,8 @@ from orchestrator.pipeline import Parts, Pipeline, Span
 from orchestrator.plan import Plan, PlannedSource
 from orchestrator.progress import Progress, Snapshot
 
+SEQ_LEN = 16
+
 
 @dataclass(frozen=True)
 class FakeSource:
@@ -233,6 +235,7 @@ class Setup:
             "run",
             0 if state is None else state.step,
             self.max_steps,
+            SEQ_LEN,
             self.rollout.lead == 0,
             self.rollouts,
             self.episode_seconds,

@@ -30,6 +30,7 @@ def build_engine(config: InferenceConfig) -> EmbeddedEngine:
         ConfigError: `device` is not on this machine, or `max_len` is more than the model was made for.
     """
     device = _choose_device(config.device)
+    _set_up(device)
     torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
     source = resolve_model(config.model)
     tokenizer = load_tokenizer(config.model, source)
@@ -37,6 +38,7 @@ def build_engine(config: InferenceConfig) -> EmbeddedEngine:
     max_len = _choose_max_len(config, lm)
     model = SlotModel(lm, num_slots=config.engine.max_batch, max_len=max_len, name=config.model.name)
     probe(model, config.model.name)
+    _check_memory(model, max_len)
     end_ids = _find_end_ids(lm, tokenizer)
     # A run need not begin with the model as loaded: its version 0 is what its trainer publishes first.
     version = _BEFORE_THE_FIRST if config.run_id else 0
@@ -55,6 +57,32 @@ def _choose_device(name: str) -> torch.device:
             f"device = {name!r}, but this machine has {num_gpus} CUDA devices; set device = 'cpu' or 'auto'"
         )
     return device
+
+
+def _set_up(device: torch.device) -> None:
+    if device.type != "cuda":
+        return
+    torch.cuda.set_device(device)
+    # cuDNN's attention, which torch prefers on newer GPUs, is planned anew for every length of a prompt, and
+    # may sum in another order for every number of rows. The others do neither.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def _check_memory(model: SlotModel, max_len: int) -> None:
+    """Say now what would end the server once sequences are long."""
+    if model.device.type != "cuda":
+        return
+    more = model.cache.num_bytes(max_len) - model.cache.num_bytes(model.cache.capacity)
+    free, _ = torch.cuda.mem_get_info(model.device)
+    if more > free:
+        logger.warning(
+            "%d sequences (engine.max_batch) of max_len = %d tokens need %.1f GiB of key-value cache, and "
+            "%.1f GiB of the GPU are free: if so many get so long, the server ends; lower engine.max_batch",
+            model.num_slots,
+            max_len,
+            more / 2**30,
+            free / 2**30,
+        )
 
 
 def _choose_dtype(name: str, device: torch.device) -> torch.dtype:

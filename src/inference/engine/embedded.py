@@ -60,6 +60,7 @@ class EmbeddedEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._inboxes: dict[Sequence, asyncio.Queue[Drawn | Exception]] = {}
         self._update_lock = asyncio.Lock()
+        self._worker.call(model.use_device)
         self._worker.start()
 
     @property

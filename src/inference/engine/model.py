@@ -25,7 +25,7 @@ class SlotModel:
     Attributes:
         lm: the transformers model, in evaluation mode, with attention `slots.ATTENTION`.
         row_counts: numbers of rows that a step may have, ascending, the last is `num_slots`; a row has the
-            same bits with each of them.
+            same bits with each of them, unless `probe` has warned that it has not.
     """
 
     def __init__(self, lm: Any, *, num_slots: int, max_len: int, name: str) -> None:
@@ -49,6 +49,13 @@ class SlotModel:
             next(lm.parameters()).dtype,
             self.device,
         )
+
+    def use_device(self) -> None:
+        """Make the model's GPU that of the calling thread. torch's own operations do not need it; kernels of
+        others, which a model may bring, do.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
 
     @torch.inference_mode()
     def prefill(self, prompt: list[int], slot: int) -> torch.Tensor:

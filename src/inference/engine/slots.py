@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
-from contract.errors import ModelError
+from contract.errors import ModelError, PolicyServerError
 
 ATTENTION = "tailrace_slots"
 """Name of the attention under which a model reads `SlotCache`."""
@@ -49,35 +49,59 @@ class SlotCache(Cache):
         self._rows = torch.zeros(0, dtype=torch.long, device=device)
         self._positions = torch.zeros(0, dtype=torch.long, device=device)
         self._window = WINDOW
-        # [num_layers, 2, S, K, L, D]
-        self._data = torch.zeros(
-            (num_layers, 2, num_slots, num_kv_heads, WINDOW, head_dim), dtype=dtype, device=device
-        )
+        # Of each layer [2, S, K, L, D].
+        self._data = [
+            torch.zeros((2, num_slots, num_kv_heads, WINDOW, head_dim), dtype=dtype, device=device)
+            for _ in range(num_layers)
+        ]
 
     @property
     def capacity(self) -> int:
         """Tokens that fit in each slot."""
-        return self._data.shape[4]
+        return self._data[0].shape[3]
+
+    def num_bytes(self, num_tokens: int) -> int:
+        """Memory with room for so many tokens in each slot."""
+        data = self._data[0]
+        per_token = len(self._data) * data.element_size() * (data.numel() // data.shape[3])
+        return -(-num_tokens // WINDOW) * WINDOW * per_token
 
     def reserve(self, num_tokens: int) -> None:
-        """Make room for so many tokens in each slot."""
+        """Make room for so many tokens in each slot.
+
+        Raises:
+            PolicyServerError: the memory of the GPU is full.
+        """
         if num_tokens <= self.capacity:
             return
         # Half as much again, so that a sequence that grows token by token is not copied for each window.
         wanted = max(num_tokens, min(self.capacity * 3 // 2, self._max_len))
         capacity = -(-wanted // WINDOW) * WINDOW
-        shape = (*self._data.shape[:4], capacity, self._data.shape[5])
-        grown = torch.zeros(shape, dtype=self._data.dtype, device=self._data.device)
-        grown[:, :, :, :, : self.capacity] = self._data
-        self._data = grown
+        # Layer by layer: there is no room for two whole caches on a GPU that is well used.
+        for layer, data in enumerate(self._data):
+            try:
+                grown = data.new_zeros((*data.shape[:3], capacity, data.shape[4]))
+            except torch.OutOfMemoryError as error:
+                raise PolicyServerError(
+                    f"the GPU has no memory left for {self.num_slots} sequences of {num_tokens} tokens, which "
+                    f"need {self.num_bytes(num_tokens) / 2**30:.1f} GiB of key-value cache; lower "
+                    f"inference.engine.max_batch or the longest sequence (seq_len of a run, max_len)"
+                ) from error
+            grown[:, :, :, : data.shape[3]] = data
+            self._data[layer] = grown
+        if self._data[0].is_cuda:
+            # What the smaller cache had is of no use here, but may be to a trainer on the same GPU.
+            torch.cuda.empty_cache()
 
     def copy(self, source: int, target: int, num_tokens: int) -> None:
         """Copy the first `num_tokens` of one slot to another."""
-        self._data[:, :, target, :, :num_tokens] = self._data[:, :, source, :, :num_tokens]
+        for data in self._data:
+            data[:, target, :, :num_tokens] = data[:, source, :, :num_tokens]
 
     def clean(self) -> None:
         """Replace what is not finite."""
-        self._data.nan_to_num_(0.0, 0.0, 0.0)
+        for data in self._data:
+            data.nan_to_num_(0.0, 0.0, 0.0)
 
     def begin_prefill(self, slot: int) -> None:
         """The next forward is one whole prompt of `slot`."""
@@ -94,7 +118,7 @@ class SlotCache(Cache):
             self._rows = torch.arange(len(positions_B), device=positions_B.device)
         columns_W = torch.arange(window, device=positions_B.device)
         mask_BW = torch.zeros(
-            (len(positions_B), window), dtype=self._data.dtype, device=positions_B.device
+            (len(positions_B), window), dtype=self._data[0].dtype, device=positions_B.device
         ).masked_fill_(columns_W[None] > positions_B[:, None], float("-inf"))
         return mask_BW[:, None, None]
 

@@ -5,6 +5,7 @@ Nothing of the model changes until everything has come and was found right.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ _NUM_SHOWN = 3
 
 
 class Staged:
-    """A whole set of weights in host memory, of the model's names, shapes and types."""
+    """A whole set of weights in host memory (pinned, for a model on a GPU), of the model's names, shapes and
+    types.
+    """
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self._tensors = tensors
@@ -26,9 +29,11 @@ class Staged:
         """Replace the weights of `lm`, in place."""
         state = lm.state_dict(keep_vars=True)
         for name, tensor in self._tensors.items():
-            state[name].copy_(tensor)
+            # Whatever is computed next on the GPU comes after it.
+            state[name].copy_(tensor, non_blocking=True)
 
 
+@torch.no_grad()
 def stage(lm: Any, tensors: NamedTensors) -> Staged:
     """Read all of `tensors` and check them against `lm`. Of names that share one weight (a head tied to the
     embeddings) any may come; those that do must be equal.
@@ -38,12 +43,21 @@ def stage(lm: Any, tensors: NamedTensors) -> Staged:
             shape or a kind of number is another.
     """
     targets: dict[str, torch.Tensor] = lm.state_dict(keep_vars=True)
+    device = next(iter(targets.values())).device
+    # Beside the stream in which tokens are drawn: in that one, drawing and copying would wait for each other.
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     staged: dict[str, torch.Tensor] = {}
     try:
-        for name, tensor in tensors:
-            _check(name, tensor, targets, staged)
-            # Always a copy: whoever sends may use its buffer again, or have it mapped from a file.
-            staged[name] = tensor.detach().to(device="cpu", dtype=targets[name].dtype, copy=True)
+        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+            for name, tensor in tensors:
+                _check(name, tensor, targets, staged)
+                # Always a copy: whoever sends may use its buffer again, or have it mapped from a file.
+                staged[name] = torch.empty(
+                    tensor.shape, dtype=targets[name].dtype, device="cpu", pin_memory=stream is not None
+                )
+                staged[name].copy_(tensor, non_blocking=True)
+        if stream is not None:
+            stream.synchronize()
     except PublishError:
         raise
     except Exception as error:

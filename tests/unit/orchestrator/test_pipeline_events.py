@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from contract.errors import EnvironmentFailure, PolicyServerError, PublishError
+from contract.errors import ConfigError, EnvironmentFailure, PolicyServerError, PublishError
 from contract.policy import Origin, VersionInfo
 from contract.sections import SamplingConfig
 from orchestrator.config import EvaluationConfig, RolloutConfig, SourceConfig
@@ -223,6 +223,17 @@ def test_a_server_without_the_weights_of_the_trainer_ends_the_run(tmp_path: Path
         trainer.begins_at = origin
         with pytest.raises(PolicyServerError, match=f"does not have the weights of .* of run {run};"):
             asyncio.run(setup.run(trainer, FakeRunner(trainer)))
+
+
+def test_a_server_that_is_too_short_for_the_samples_ends_the_run(tmp_path: Path) -> None:
+    class Short(FakeTrainer):
+        async def weights(self) -> dict[str, VersionInfo]:
+            return {"http://short": VersionInfo(0, Origin("run", "trainer"), max_len=15)}
+
+    setup = Setup(tmp_path, RolloutConfig(group_size=2), max_steps=2)
+    trainer = Short()
+    with pytest.raises(ConfigError, match=r"seq_len = 16, but .*short has max_len = 15"):
+        asyncio.run(setup.run(trainer, FakeRunner(trainer)))
 
 
 def test_a_trainer_that_does_not_come_ends_the_run(tmp_path: Path) -> None:
