@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _GPU = re.compile(r"nvidia\d+")
+_IDENTITIES = ("GPU-", "MIG-")
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> list[str]:
@@ -15,7 +16,7 @@ def visible_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Pa
 
     Args:
         environment: `CUDA_VISIBLE_DEVICES` in it hides devices, as CUDA reads it: a list of numbers, UUIDs or
-            MIG names that ends at the first number without a device.
+            MIG names that ends at the first that is none, or a number without a device.
         devices: folder of device files.
     """
     try:
@@ -27,7 +28,8 @@ def visible_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Pa
         return [str(index) for index in range(present)]
     names = []
     for name in (part.strip() for part in visible.split(",")):
-        if not name or (name.lstrip("-").isdigit() and not 0 <= int(name) < present):
+        is_number = name.isdecimal() and int(name) < present
+        if not (is_number or name.startswith(_IDENTITIES)):
             break
         names.append(name)
     return names

@@ -65,7 +65,10 @@ def place(config: RLConfig, gpus: list[str], cores: int) -> Placement:
     if trainer_gpus and server_gpu is not None:
         rest = [gpu for gpu in trainer_gpus if gpu != server_gpu]
         if not rest:
-            notes.append("one GPU: trainer and policy server share its memory and take turns")
+            notes.append(
+                "one GPU: trainer and policy server share its memory and its time; with less than both need, "
+                "lower inference.engine.max_batch"
+            )
         trainer_gpus = rest or trainer_gpus
     num_ranks = config.deployment.num_processes or max(1, len(trainer_gpus))
     if trainer_gpus and num_ranks > len(trainer_gpus):

@@ -27,7 +27,6 @@ from orchestrator.pipeline import Parts, Pipeline, Span
 from orchestrator.plan import Plan, PlannedSource
 from orchestrator.progress import Progress, Snapshot, load_snapshot
 from orchestrator.tokens import TurnRenderer
-from orchestrator.trace import remove_later
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +43,7 @@ def run_folder(config: OrchestratorConfig) -> RunFolder:
 async def build_pipeline(
     config: OrchestratorConfig, files: ModelSource, lag: LoopLag, stack: AsyncExitStack
 ) -> Pipeline:
-    """Load the environments and the tokenizer, and open the ways to policy server and trainer. Removes the
-    traces that an earlier attempt left of later steps.
+    """Load the environments and the tokenizer, and open the ways to policy server and trainer.
 
     Args:
         files: of the model that `config` names.
@@ -59,7 +57,6 @@ async def build_pipeline(
     sources = await _load(config.sources, stack)
     progress, snapshot = build_progress(config, sources)
     version = 0 if snapshot is None else snapshot.step
-    await asyncio.to_thread(remove_later, folder.rollouts, version)
     rollout = config.rollout
     client = _open_client(config, run_id)
     stack.push_async_callback(client.close)

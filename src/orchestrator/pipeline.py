@@ -3,12 +3,6 @@
 Owns the order of things in time: which version is served, when batches may be sampled (`staleness`), when an
 evaluation runs, and the end. Groups are `dispatch`'s, the content of messages is `assemble`'s.
 
-Whose weights draw: a trainer publishes the version that it begins with before it asks for its first batch,
-and goes by one id, new at every start, on the channel and at the servers. So sampling begins once a trainer
-asks, if the servers have weights of that id in the version to go on from: whatever an earlier attempt or
-another run has left there is told apart, whichever part was started again. From then on draws name the run;
-a trainer that is started again meanwhile may go on from the version that is served, and from no earlier one.
-
 Invariants: batch n is sent once, after its trace is on disk, and carries the state of `Progress` at the
 moment its groups were chosen. Whatever is waited for has a limit; an error of any task ends `run`. Nothing is
 saved here: a pause ends this process, and the snapshot in the checkpoint is where the run goes on.
@@ -22,25 +16,24 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from contract.channel.base import Sender
 from contract.errors import (
     ChannelError,
-    ConfigError,
     EnvironmentFailure,
     PolicyServerError,
     PublishError,
     RunFolderError,
 )
-from contract.policy import Origin, VersionInfo
+from contract.policy import Origin
 from contract.rollout import RolloutBatch, RunEnd, encode_message
 from orchestrator.assemble import BatchInfo, build_batch, trace_rows
 from orchestrator.background import Background, LoopLag, time_limit
 from orchestrator.dispatch import Dispatcher, Taken
 from orchestrator.evaluate import Evaluator, print_comparison
+from orchestrator.meeting import VersionClient, check_servers, wait_for_trainer
 from orchestrator.progress import Progress, Snapshot
-from orchestrator.trace import trace_path, write_trace
+from orchestrator.trace import remove_later, trace_path, write_trace
 
 logger = logging.getLogger(__name__)
 
@@ -48,18 +41,6 @@ _LOOK_SECONDS = 0.5
 _POLL_SECONDS = 20.0
 _ACKNOWLEDGE_INTERVAL = 0.1
 _ASKED_INTERVAL = 0.02
-
-
-class VersionClient(Protocol):
-    """What the loop needs of `PolicyClient`."""
-
-    async def weights(self) -> Mapping[str, VersionInfo]:
-        """What draws now, by the address of each server."""
-        ...
-
-    async def wait_for_version(self, at_least: int, timeout_seconds: float) -> int:
-        """The version served, as soon as it is `at_least`, or after the time."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +135,7 @@ class Pipeline:
         background = self._parts.background
         try:
             await self._recall_evaluations()
-            await self._check_weights(await self._wait_for_trainer())
+            await self._meet_trainer()
             background.start(self._parts.lag.run(), "event loop lag")
             background.start(self._follow_version(), "policy version")
             self._batch_begin = self._marker_time = time.monotonic()
@@ -223,41 +204,17 @@ class Pipeline:
 
     # -- versions
 
-    async def _wait_for_trainer(self) -> str:
-        """The id of the trainer that asks for batches. It has published the version that it begins with."""
+    async def _meet_trainer(self) -> None:
+        span, parts = self._span, self._parts
         what = (
             "the trainer, whose first weights and first request for a batch are waited for "
             "(rollout.version_timeout_seconds),"
         )
-        async with time_limit(self._span.version_seconds, what, PublishError):
-            while (trainer := await self._parts.sender.receiver()) is None:
-                await asyncio.sleep(_ASKED_INTERVAL)
-        return trainer
-
-    async def _check_weights(self, trainer: str) -> None:
-        """Every server has the weights of this very trainer, not those that an earlier attempt or another run
-        has left, and they are those that the orchestrator goes on from.
-        """
-        span = self._span
-        for address, info in (await self._parts.client.weights()).items():
-            if info.origin != Origin(span.run_id, trainer):
-                raise PolicyServerError(
-                    f"the policy server {address} does not have the weights of this run's trainer, which has "
-                    f"published version {span.first_version}, but version {info.version} of run "
-                    f"{info.origin.run_id or 'none'}; `servers` must be the same for trainer and "
-                    f"orchestrator, and no other run may use them"
-                )
-            if info.version != span.first_version:
-                raise PublishError(
-                    f"the trainer is at version {info.version}, and the orchestrator goes on from version "
-                    f"{span.first_version}: start both from one step (`rl --resume`; or `--resume.step N` "
-                    f"for the trainer and `--resume-dir RUN/checkpoints/step_N` for the orchestrator)"
-                )
-            if info.max_len is not None and info.max_len < span.seq_len:
-                raise ConfigError(
-                    f"seq_len = {span.seq_len}, but the policy server {address} has max_len = "
-                    f"{info.max_len}; lower seq_len, or start the server with more"
-                )
+        async with time_limit(span.version_seconds, what, PublishError):
+            origin = Origin(span.run_id, await wait_for_trainer(parts.sender))
+        check_servers(await parts.client.weights(), origin, span.first_version, span.seq_len)
+        # Not before: they may be all there is of later steps, if this orchestrator was told the wrong one.
+        await asyncio.to_thread(remove_later, span.rollouts, span.first_version)
 
     async def _follow_version(self) -> None:
         while self._version < self._span.max_steps:

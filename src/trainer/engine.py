@@ -158,13 +158,13 @@ class Engine:
         return {"tailrace_documents": documents} if self._is_varlen else {}
 
     def _to_device(self, batch: MicroBatch) -> DeviceBatch:
-        device = self._device.torch_device
+        upload = self._device.upload
         return DeviceBatch(
-            tokens=torch.from_numpy(batch.tokens).to(device, non_blocking=True),
-            targets=torch.from_numpy(batch.targets).to(device, non_blocking=True),
-            position_ids=torch.from_numpy(batch.position_ids).to(device, non_blocking=True),
-            cu_seqlens=torch.from_numpy(batch.cu_seqlens).to(device, non_blocking=True),
+            tokens=upload(batch.tokens),
+            targets=upload(batch.targets),
+            position_ids=upload(batch.position_ids),
+            cu_seqlens=upload(batch.cu_seqlens),
             document_bounds=tuple(batch.cu_seqlens.tolist()),
-            weights={name: torch.from_numpy(stream).to(device) for name, stream in batch.weights.items()},
-            streams={name: torch.from_numpy(stream).to(device) for name, stream in batch.streams.items()},
+            weights={name: upload(stream) for name, stream in batch.weights.items()},
+            streams={name: upload(stream) for name, stream in batch.streams.items()},
         )

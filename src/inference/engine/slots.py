@@ -83,7 +83,7 @@ class SlotCache(Cache):
                 grown = data.new_zeros((*data.shape[:3], capacity, data.shape[4]))
             except torch.OutOfMemoryError as error:
                 raise PolicyServerError(
-                    f"the GPU has no memory left for {self.num_slots} sequences of {num_tokens} tokens, which "
+                    f"the GPU has no memory left for {self.num_slots} sequences of {num_tokens} tokens; they "
                     f"need {self.num_bytes(num_tokens) / 2**30:.1f} GiB of key-value cache; lower "
                     f"inference.engine.max_batch or the longest sequence (seq_len of a run, max_len)"
                 ) from error

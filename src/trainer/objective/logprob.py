@@ -6,6 +6,7 @@ Legend: N selected tokens, D hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -72,7 +73,9 @@ def _by_chunks(
     if len(tensors[0]) <= chunk_len:
         return [function(*tensors, head)]
     chunks = zip(*(tensor.split(chunk_len) for tensor in tensors), strict=True)
-    parts = [checkpoint(function, *chunk, head, use_reentrant=False) for chunk in chunks]
+    # Nothing here is drawn at random, and to keep the state of the generators takes time.
+    run = partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
+    parts = [run(*chunk, head) for chunk in chunks]
     return [part for part in parts if part is not None]
 
 

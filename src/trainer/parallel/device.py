@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from contract.errors import ConfigError
@@ -113,6 +114,15 @@ class Device:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory of the device, not filled."""
         return torch.empty(tuple(shape), dtype=dtype, device=self.torch_device)
+
+    def upload(self, array: np.ndarray) -> torch.Tensor:
+        """`array` on the device (on a CPU, the same memory). The host goes on at once; from memory that is
+        not pinned it would first wait for all that the device was given before.
+        """
+        tensor = torch.from_numpy(array)
+        if self.kind == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self.torch_device, non_blocking=True)
 
     def side_stream(self) -> SideStream:
         """A new stream beside the current one."""

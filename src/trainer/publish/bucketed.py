@@ -36,7 +36,7 @@ class Sink(Protocol):
         ...
 
     def put(self, index: int, bucket: Bucket, flat: torch.Tensor) -> None:
-        """The next bucket; `flat` (uint8, on the host) is the sink's own."""
+        """The next bucket; `flat` (uint8, on the host or on the GPU of rank 0) is the sink's own."""
         ...
 
     def finish(self) -> None:

@@ -63,6 +63,7 @@ class FolderSink:
 
     def put(self, index: int, bucket: Bucket, flat: torch.Tensor) -> None:
         """See `Sink`."""
+        flat = flat.cpu()
         specs = {
             slot.tensor.name: TensorSpec(
                 dtype=slot.tensor.dtype,

@@ -21,6 +21,7 @@ from trainer.parallel.layout import LogicalTensor
 from trainer.parallel.process import Process
 
 Offsets = tuple[int, ...]
+_ALIGNMENT = max(DTYPE_BYTES.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +90,9 @@ def make_plan(
 def pack(
     plan: GatherPlan, bucket: Bucket, weights: Mapping[str, LogicalTensor], process: Process
 ) -> torch.Tensor:
-    """This rank's part of `bucket` as one buffer (uint8) on the host."""
+    """This rank's part of `bucket` as one buffer (uint8), where `collect` takes it."""
     parts = _parts(plan, bucket, process.rank)
-    flat = process.device.empty_on_host((parts[-1].stop if parts else 0,), torch.uint8)
+    flat = _empty(_size(parts), process)
     for part in parts:
         source = weights[part.name]
         block = next(piece.tensor for piece in source.pieces if piece.offsets == part.block.offsets)
@@ -100,7 +101,7 @@ def pack(
 
 
 def collect(plan: GatherPlan, bucket: Bucket, mine: torch.Tensor, process: Process) -> torch.Tensor | None:
-    """The whole bucket on rank 0, None elsewhere; collective on the control group.
+    """The whole bucket on rank 0 (on its GPU, or on the host), None elsewhere; collective.
 
     Args:
         mine: what `pack` gave on this rank.
@@ -108,29 +109,42 @@ def collect(plan: GatherPlan, bucket: Bucket, mine: torch.Tensor, process: Proce
     Raises:
         RuntimeError: a rank is lost.
     """
-    if not process.is_main:
-        if mine.numel():
-            dist.send(mine, dst=0, group=process.control_group)
+    of_ranks = [_parts(plan, bucket, rank) for rank in range(process.world_size)]
+    sizes = [_size(parts) for parts in of_ranks]
+    if not any(sizes[1:]) and all(len(plan.blocks[s.tensor.name][0]) == 1 for s in bucket.slots):
+        return mine[: bucket.num_bytes] if process.is_main else None
+    received = _send_to_first(mine, sizes, process)
+    if received is None:
         return None
-    if mine.numel() == bucket.num_bytes and all(
-        len(plan.blocks[s.tensor.name][0]) == 1 for s in bucket.slots
-    ):
-        return mine
-    whole = process.device.empty_on_host((bucket.num_bytes,), torch.uint8)
+    whole = _empty(bucket.num_bytes, process)
     tensors = {slot.tensor.name: view(whole, slot) for slot in bucket.slots}
-    for rank in range(process.world_size):
-        parts = _parts(plan, bucket, rank)
-        if not parts:
-            continue
-        received = mine
-        if rank != 0:
-            received = torch.empty(parts[-1].stop, dtype=torch.uint8)
-            dist.recv(received, src=rank, group=process.control_group)
+    for parts, flat in zip(of_ranks, received.split(sizes), strict=True):
         for part in parts:
             ends = zip(part.block.offsets, part.block.shape, strict=True)
             place = tuple(slice(start, start + size) for start, size in ends)
-            tensors[part.name][place].copy_(part.view(received))
+            tensors[part.name][place].copy_(part.view(flat))
     return whole
+
+
+def _send_to_first(mine: torch.Tensor, sizes: Sequence[int], process: Process) -> torch.Tensor | None:
+    """`mine` of every rank, end to end, on rank 0; collective, for ranks that send nothing too."""
+    received = _empty(sum(sizes) if process.is_main else 0, process)
+    nothing = [0] * (process.world_size - 1)
+    dist.all_to_all_single(
+        received,
+        mine,
+        output_split_sizes=list(sizes) if process.is_main else [0, *nothing],
+        input_split_sizes=[mine.numel(), *nothing],
+        group=None if mine.is_cuda else process.control_group,
+    )
+    return received if process.is_main else None
+
+
+def _empty(num_bytes: int, process: Process) -> torch.Tensor:
+    # Between GPUs if there are several: a way through the hosts and gloo is many times slower.
+    is_between_gpus = process.device.kind == "cuda" and process.world_size > 1
+    allocate = process.device.empty if is_between_gpus else process.device.empty_on_host
+    return allocate((num_bytes,), torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +170,12 @@ def _parts(plan: GatherPlan, bucket: Bucket, rank: int) -> list[_Part]:
             parts.append(_Part(info.name, getattr(torch, info.dtype), block, start, stop))
             start = stop
     return parts
+
+
+def _size(parts: Sequence[_Part]) -> int:
+    """Bytes of a rank's buffer: all begin where any type of number may, when they lie end to end."""
+    stop = parts[-1].stop if parts else 0
+    return -(-stop // _ALIGNMENT) * _ALIGNMENT
 
 
 def _share(name: str, tensor: LogicalTensor, dtype: torch.dtype) -> Share:

@@ -20,6 +20,9 @@ from launcher.devices import count_gpus, default_processes
         ("0,1,-1,2", 2),
         ("0,7,1", 1),
         ("GPU-8932f937,GPU-46f6", 2),
+        ("MIG-8932f937", 1),
+        ("NoDevFiles", 0),
+        ("1,none,2", 1),
     ],
 )
 def test_cuda_visible_devices_is_read_as_cuda_reads_it(

@@ -170,20 +170,6 @@ def test_a_run_from_its_configuration_to_the_trainers_farewell(root: Path) -> No
     assert record is not None and (record.code, record.message) == (0, "")
 
 
-def test_traces_of_later_steps_are_removed_and_nothing_else(root: Path) -> None:
-    rollouts = RunFolder(root / "out/run").rollouts
-    rollouts.mkdir()
-    kept = {"eval_version_0.jsonl", "notes.txt"}
-    for name in kept | {"step_1.jsonl", "step_10.jsonl", "eval_version_4.jsonl", "step_3.jsonl.partial"}:
-        (rollouts / name).write_text("")
-    process = _start(root, "http://127.0.0.1:9")
-    try:
-        wait_until(lambda: {path.name for path in rollouts.iterdir()} == kept, "the removal")
-    finally:
-        process.kill()
-        process.wait(60)
-
-
 def test_a_signal_while_the_model_is_converted_ends_it_at_once(root: Path) -> None:
     (root / "tiny.gguf").touch()
     endless, begun = write_endless_conversion(root / "endless")

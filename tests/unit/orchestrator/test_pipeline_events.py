@@ -236,6 +236,30 @@ def test_a_server_that_is_too_short_for_the_samples_ends_the_run(tmp_path: Path)
         asyncio.run(setup.run(trainer, FakeRunner(trainer)))
 
 
+def test_traces_of_later_steps_go_once_the_trainer_begins_at_this_one_and_nothing_else(
+    tmp_path: Path,
+) -> None:
+    setup = Setup(tmp_path, RolloutConfig(group_size=2, groups_per_batch=2), max_steps=1)
+    setup.rollouts.mkdir(exist_ok=True)
+    names = {
+        "eval_version_0.jsonl",
+        "notes.txt",
+        "step_10.jsonl",
+        "eval_version_4.jsonl",
+        "step_3.jsonl.partial",
+    }
+    for name in names:
+        (setup.rollouts / name).write_text("")
+    further_on = _LateTrainer(VersionInfo(0, Origin("run", "trainer")), delay=0)
+    further_on.version = 10
+    with pytest.raises(PublishError, match="the trainer is at version 10"):
+        asyncio.run(setup.run(further_on, FakeRunner(further_on)))
+    assert {path.name for path in setup.rollouts.iterdir()} == names
+    trainer = FakeTrainer()
+    asyncio.run(setup.run(trainer, FakeRunner(trainer)))
+    assert {path.name for path in setup.rollouts.iterdir()} == kept | {"step_1.jsonl"}
+
+
 def test_a_trainer_that_does_not_come_ends_the_run(tmp_path: Path) -> None:
     trainer = _LateTrainer(VersionInfo(0, Origin("run", "trainer")), delay=10**6)
     setup = Setup(tmp_path, RolloutConfig(group_size=2), max_steps=2, version_seconds=0.1)
