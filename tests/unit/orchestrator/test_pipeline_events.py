@@ -241,13 +241,8 @@ def test_traces_of_later_steps_go_once_the_trainer_begins_at_this_one_and_nothin
 ) -> None:
     setup = Setup(tmp_path, RolloutConfig(group_size=2, groups_per_batch=2), max_steps=1)
     setup.rollouts.mkdir(exist_ok=True)
-    names = {
-        "eval_version_0.jsonl",
-        "notes.txt",
-        "step_10.jsonl",
-        "eval_version_4.jsonl",
-        "step_3.jsonl.partial",
-    }
+    kept = {"eval_version_0.jsonl", "notes.txt"}
+    names = kept | {"step_10.jsonl", "eval_version_4.jsonl", "step_3.jsonl.partial"}
     for name in names:
         (setup.rollouts / name).write_text("")
     further_on = _LateTrainer(VersionInfo(0, Origin("run", "trainer")), delay=0)
