@@ -34,7 +34,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How one sequence is drawn.
 
     Attributes:
-        temperature: logits are divided by it; 0 takes the most likely token.
+        temperature: logits are divided by it; 0 takes the most likely token. From 1e-6, if it is not 0.
         top_p, top_k: draw from the most likely tokens only; 1.0 and 0 draw from all.
         max_tokens: most tokens drawn; the context of the model may end the sequence earlier (`length`).
         min_tokens: end tokens and stop texts do not end the sequence before so many.
@@ -54,6 +54,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 _SEEDS = range(-(2**63), 2**64)
+_MIN_TEMPERATURE = 1e-6
+"""Logits that are divided by less may not be finite any more."""
 
 
 class InvalidSampling(ValueError):
@@ -74,8 +76,9 @@ def check_sampling(sampling: Sampling) -> None:
     Raises:
         InvalidSampling: a value is out of its range.
     """
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        raise InvalidSampling("temperature", sampling.temperature, "a number of 0 or more")
+    temperature = sampling.temperature
+    if not (temperature == 0 or _MIN_TEMPERATURE <= temperature < math.inf):
+        raise InvalidSampling("temperature", temperature, f"0, or a number from {_MIN_TEMPERATURE:g}")
     if not 0 < sampling.top_p <= 1:
         raise InvalidSampling("top_p", sampling.top_p, "more than 0 and at most 1")
     if sampling.top_k < 0:

@@ -46,7 +46,7 @@ def unpack(body: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
     """
     try:
         return decoder.decode(body)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise Refused(400, f"the body is not the MessagePack that this route takes: {error}") from error
 
 

@@ -18,12 +18,14 @@ class EmbeddedEngineConfig(Settings):
     max_batch: int = Field(
         default=32,
         ge=1,
-        description="Sequences drawn at a time; more wait. The key-value cache holds so many.",
+        description="Sequences drawn at a time; more wait. The key-value cache holds so many, each as long "
+        "as the longest one so far.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
-        description="Type of weights and computation; auto: model.compute_dtype where a run sets it, else "
-        "bfloat16 on CUDA and float32 elsewhere.",
+        description="Type of weights and computation; auto: that of the trainer where a run sets it "
+        "(model.compute_dtype, or float32 with deployment.device = 'cpu'), else bfloat16 on CUDA and float32 "
+        "elsewhere.",
     )
 
 

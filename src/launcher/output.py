@@ -1,11 +1,15 @@
-"""What the processes of an attempt wrote to their logs, for the console."""
+"""What the processes of an attempt wrote to their logs, for the console; and a console that may go away."""
 
 from __future__ import annotations
 
+import io
 import os
+import shutil
+import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, TextIO
 
 _CHUNK_BYTES = 65536
 _TAIL_LINES = 20
@@ -48,3 +52,64 @@ def last_lines(path: Path) -> str:
         lines = file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
         return "\n".join(f"    {line}" for line in lines) or "    (empty)"
     return "    (there is none)"
+
+
+def console_width() -> int:
+    """Columns of the console; 120 where there is none, or a terminal that does not know its own."""
+    return shutil.get_terminal_size((120, 24)).columns
+
+
+@contextmanager
+def lasting_console() -> Iterator[None]:
+    """Let nothing that happens to the console end what goes on inside: `rl ... | head -1`, a terminal that
+    was closed, a full disk behind `>`, a descriptor that was never open, an encoding without the letter. What
+    cannot be shown is left out; the logs have all of it.
+    """
+    earlier = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (_lasting(stream) for stream in earlier)
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        sys.stdout, sys.stderr = earlier
+
+
+class _LastingFile(io.FileIO):
+    """A descriptor that is written to as long as that works; who writes never learns that it does not."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._is_told = False
+
+    def write(self, content: Any, /) -> int:
+        size = memoryview(content).nbytes
+        try:
+            written = super().write(content)
+        except OSError as error:
+            self._tell(error)
+            return size
+        return size if written is None else written  # None: whoever reads is slow, and the pipe does not wait
+
+    def _tell(self, error: OSError) -> None:
+        if self._is_told or self.fileno() == 2:
+            return
+        self._is_told = True
+        text = (
+            f"note: the console cannot be written ({error.strerror}); the run goes on without, and logs all\n"
+        )
+        with suppress(OSError):
+            os.write(2, text.encode())
+
+
+def _lasting(stream: TextIO | None) -> TextIO:
+    if stream is None:  # the process was started with this descriptor closed
+        return open(os.devnull, "w", encoding="utf-8")
+    try:
+        descriptor = stream.fileno()
+    except (OSError, ValueError):  # it is in memory
+        return stream
+    with suppress(OSError):
+        stream.flush()
+    buffer = io.BufferedWriter(_LastingFile(descriptor))
+    return io.TextIOWrapper(buffer, encoding=stream.encoding, errors="replace", line_buffering=True)

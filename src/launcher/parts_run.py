@@ -27,6 +27,7 @@ from launcher import folder as run_folder
 from launcher import store
 from launcher.alive import send
 from launcher.devices import count_gpus, default_processes
+from launcher.output import lasting_console
 from launcher.prepare import check_model_and_store, note
 from launcher.processes import launch
 from launcher.rl_start import run_id_of
@@ -69,19 +70,20 @@ def run_ranks(path: Path, attempt: Path) -> int:
 def _run_part(
     cls: type[S], argv: Sequence[str] | None, name: str, description: str, run: Callable[[S], int]
 ) -> int:
-    try:
-        loaded = load_settings(
-            cls, sys.argv[1:] if argv is None else argv, prog=name, description=description
-        )
-        for notice in loaded.notices:
-            note(notice)
-        if loaded.dry_run:
-            print("the configuration is valid")
-            return EXIT_OK
-        return run(loaded.settings)
-    except TailraceError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    with lasting_console():
+        try:
+            loaded = load_settings(
+                cls, sys.argv[1:] if argv is None else argv, prog=name, description=description
+            )
+            for notice in loaded.notices:
+                note(notice)
+            if loaded.dry_run:
+                print("the configuration is valid")
+                return EXIT_OK
+            return run(loaded.settings)
+        except TailraceError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return error.exit_code
 
 
 def _train(config: RLTrainConfig) -> int:

@@ -21,6 +21,7 @@ from contract.settings.load import Loaded, load_settings
 from contract.store import StoreFolder, check_installed
 from launcher import folder as run_folder
 from launcher import store
+from launcher.output import lasting_console
 from trainer.config.train import TrainConfig
 
 C = TypeVar("C", bound=TrainConfig)
@@ -37,17 +38,18 @@ def run_command(
         argv: None takes the words of the command line.
     """
     debug = False
-    try:
-        loaded = load_settings(
-            cls, sys.argv[1:] if argv is None else argv, prog=prog, description=description
-        )
-        debug = loaded.settings.log.level == "debug"
-        return run(loaded)
-    except TailraceError as error:
-        if debug:
-            traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    with lasting_console():
+        try:
+            loaded = load_settings(
+                cls, sys.argv[1:] if argv is None else argv, prog=prog, description=description
+            )
+            debug = loaded.settings.log.level == "debug"
+            return run(loaded)
+        except TailraceError as error:
+            if debug:
+                traceback.print_exc()
+            print(f"error: {error}", file=sys.stderr)
+            return error.exit_code
 
 
 def prepare(

@@ -9,7 +9,6 @@ failed first; signals go from here to the ranks themselves, since the agent woul
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from contract.attempt import ExitRecord, die_with_parent, log_path, read_exit, r
 from contract.control import PAUSE_SIGNAL, hold_pause_signal, letting_pause_signal_through
 from contract.errors import EXIT_FAILURE, EXIT_OK, EXIT_PAUSED, EXIT_SIGNAL_BASE, is_asked_for
 from launcher.alive import end_within, marked_processes, send
-from launcher.output import Tail, last_lines
+from launcher.output import Tail, console_width, last_lines
 from launcher.spec import ATTEMPT_VARIABLE, LaunchSpec
 
 _POLL_SECONDS = 0.1
@@ -96,7 +95,7 @@ class _Launch:
             "OMP_NUM_THREADS": str(self._spec.num_threads),
             "PYTHONUNBUFFERED": "1",
             # Output goes through a file to this console: programs should still fill its width.
-            "COLUMNS": str(shutil.get_terminal_size((120, 24)).columns),
+            "COLUMNS": str(console_width()),
         }
         return subprocess.Popen(
             [sys.executable, "-m", "launcher.agent", str(self._spec.path)],

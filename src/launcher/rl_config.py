@@ -113,10 +113,12 @@ class RLConfig(RolloutSections, RLTrainConfig):
 
     def policy_server(self, port: int, run_id: str) -> InferenceConfig:
         """The policy server's share."""
-        engine = self.inference.engine
-        if engine.dtype == "auto" and self.model.compute_dtype != "auto":
+        engine, dtype = self.inference.engine, self.model.compute_dtype
+        if dtype == "auto" and self.deployment.device == "cpu":
+            dtype = "float32"
+        if engine.dtype == "auto" and dtype != "auto":
             # Of another type it would give tokens other probabilities than the trainer does.
-            engine = engine.model_copy(update={"dtype": self.model.compute_dtype})
+            engine = engine.model_copy(update={"dtype": dtype})
         return InferenceConfig(
             **{
                 **dict(self.inference),

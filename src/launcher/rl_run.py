@@ -21,6 +21,7 @@ from contract.settings.dump import to_toml
 from contract.settings.load import Loaded, with_values
 from launcher import folder as run_folder
 from launcher.devices import visible_gpus
+from launcher.output import console_width
 from launcher.placement import Placement, place
 from launcher.ports import check_port, free_port, url_of
 from launcher.prepare import check_model_and_store, dry_run_prefix, note, prepare, resolved, run_command
@@ -159,7 +160,7 @@ def _spec(plan: Plan, folder: RunFolder, attempt: Path, run_id: str) -> RunSpec:
         # The watchdog ends a process that hangs by a signal at which it says where.
         "PYTHONFAULTHANDLER": "1",
         # Output goes through a file to this console: programs should still fill its width.
-        "COLUMNS": str(os.get_terminal_size().columns if sys.stdout.isatty() else 120),
+        "COLUMNS": str(console_width()),
     }
 
     def part(name: str, environment: dict[str, str], module: list[str], num_ranks: int = 0) -> PartSpec:

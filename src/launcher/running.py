@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,7 +147,9 @@ class RunningPart:
         record = ExitRecord(
             self.spec.name, code, message, self._ended_ns or time.time_ns(), signum, final=True
         )
-        write_exit(self._attempt_dir, record)
+        # For who looks later: a disk that is full takes nothing from how the run ended.
+        with suppress(OSError):
+            write_exit(self._attempt_dir, record)
 
 
 @dataclass(frozen=True, slots=True)

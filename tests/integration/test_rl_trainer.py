@@ -58,8 +58,7 @@ def be_trainer(attempt: str) -> None:
     os.dup2(log, 2)
     from trainer.__main__ import main
 
-    sys.argv = ["trainer", f"{attempt}/trainer.toml", attempt]
-    sys.exit(main())
+    sys.exit(main(Path(attempt, "trainer.toml"), Path(attempt)))
 
 
 def start(attempt: Path) -> ForkServerProcess:

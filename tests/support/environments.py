@@ -19,6 +19,7 @@ from typing import Any
 
 from orchestrator.environment import Environment, Message
 from orchestrator.environment.builtin.sort_letters import SortLetters
+from orchestrator.environment.wire import encode_frame
 
 _RETURNED = {"nan": float("nan"), "inf": float("inf"), "text": "1.0", "none": None, "keys": {"a": 1.0}}
 
@@ -117,7 +118,9 @@ class Checksum(Echo):
 class Naughty(Echo):
     """Does in `reward` what the policy's last message tells it to; otherwise Echo.
 
-    `hang` and `sleep SECONDS` block, `hang with child` also leaves a process that `state["pid_file"]` names,
+    `hang` and `sleep SECONDS` block, `hang with child` also leaves a process that `state["pid_file"]` names
+    (and so does `start`, which goes on), `twice` goes on in a forked process, too, `forge`
+    answers a call that nobody made,
     `async hang` awaits for ever, `raise`, `quit` (sys.exit), `exit CODE` and `segfault` end, `interrupt` is
     Ctrl-C, `print` writes to standard output, `fork` leaves a process that holds every descriptor, `thread`
     says whether this is the main one, `pid` is the reward of its process number.
@@ -125,8 +128,8 @@ class Naughty(Echo):
 
     def reward(self, task: Mapping[str, Any], messages: list[Message], state: dict[str, Any]) -> Any:
         order, _, argument = messages[-1]["content"].partition(" ")
-        if order == "hang" and argument:
-            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        if order == "start" or (order == "hang" and argument):
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env={})
             with open(state["pid_file"], "w") as file:
                 file.write(str(child.pid))
         if order == "hang":
@@ -173,6 +176,16 @@ class Naughty(Echo):
             time.sleep(30)
             os._exit(0)
         os._exit(1)
+
+    def _twice(self, argument: str) -> float:
+        os.fork()
+        return 1.0
+
+    def _forge(self, argument: str) -> float:
+        for path in os.scandir("/proc/self/fd"):
+            if os.readlink(path.path).startswith("socket:"):
+                os.write(int(path.name), encode_frame([123456, None, {"reward": 1.0}, 0.0]))
+        return 1.0
 
     def _thread(self, argument: str) -> float:
         return float(threading.current_thread() is threading.main_thread())

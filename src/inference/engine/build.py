@@ -51,8 +51,8 @@ def _choose_device(name: str) -> torch.device:
         return torch.device("cpu")
     if name == "auto":
         return torch.device("cuda", num_gpus - 1)
-    device = torch.device(name)
-    if (device.index or 0) >= num_gpus:
+    device = torch.device("cuda", torch.device(name).index or 0)
+    if device.index >= num_gpus:
         raise ConfigError(
             f"device = {name!r}, but this machine has {num_gpus} CUDA devices; set device = 'cpu' or 'auto'"
         )

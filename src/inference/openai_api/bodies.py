@@ -174,7 +174,7 @@ def parse(content: bytes, kind: type[T]) -> T:
     """
     try:
         given = msgspec.json.decode(content)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise refuse_openai(f"the body is not JSON: {error}") from error
     if not isinstance(given, dict):
         raise refuse_openai("the body must be a JSON object")

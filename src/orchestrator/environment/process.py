@@ -72,12 +72,10 @@ class WorkerProcess(asyncio.Protocol):
     def kill(self) -> None:
         """End the process at once, with the processes that it has started."""
         assert self._process is not None
-        with contextlib.suppress(psutil.Error, ProcessLookupError):
-            children = psutil.Process(self.pid).children(recursive=True)
+        children = self._children()
+        with contextlib.suppress(ProcessLookupError):
             self._process.kill()
-            for child in children:
-                with contextlib.suppress(psutil.Error):
-                    child.kill()
+        _kill(children)
 
     async def ended(self) -> int:
         """Wait until the process has ended and its last answers are read. Returns its exit code; -n for
@@ -91,14 +89,28 @@ class WorkerProcess(asyncio.Protocol):
         return code
 
     async def close(self, seconds: float) -> None:
-        """Ask the process to end, and kill it when it has not within `seconds`."""
+        """Ask the process to end, and kill it when it has not within `seconds`. What it has started ends with
+        it."""
         assert self._process is not None and self._transport is not None
+        children = self._children()  # when it has ended nobody knows whose they were
         self._transport.close()
         try:
             await asyncio.wait_for(self._process.wait(), seconds)
         except TimeoutError:
             self.kill()
             await self._process.wait()  # SIGKILL has been sent: the kernel ends this wait
+        _kill(children)
+
+    def _children(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.Error):
+            return psutil.Process(self.pid).children(recursive=True)
+        return []
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
 
 
 async def start_worker(on_message: Callable[[WorkerProcess, Any], None]) -> WorkerProcess:

@@ -7,6 +7,7 @@ else, whatever the environment returned.
 
 from __future__ import annotations
 
+import os
 import socket
 from typing import Any
 
@@ -82,6 +83,7 @@ class FrameSocket:
         self._connection = connection
         self._reader = FrameReader()
         self._values: list[Any] = []
+        self._pid = os.getpid()
 
     def receive(self) -> Any | None:
         """The next value; None when the other side has closed. Waits as long as it takes: a worker without
@@ -94,5 +96,8 @@ class FrameSocket:
         return self._values.pop()
 
     def send(self, frame: bytes) -> None:
-        """Send an encoded frame."""
+        """Send an encoded frame. Ends a process that user code has forked and that came back from it: the
+        call is its parent's to answer."""
+        if os.getpid() != self._pid:
+            os._exit(1)
         self._connection.sendall(frame)

@@ -252,8 +252,11 @@ class WorkerPool:
                 place.announced.set_result(message)
             return
         number, failure, result, seconds = message
+        if not place.in_flight or place.in_flight[0].number != number:
+            # A worker answers in the order in which it is asked: the environment has found the socket.
+            worker.kill()
+            return
         call = place.in_flight.popleft()
-        assert call.number == number, "a worker answers in the order in which it is asked"
         place.head_since, place.stuck = self._loop.time(), False
         mean = place.mean_seconds
         place.mean_seconds = seconds if mean is None else mean + _MEAN_WEIGHT * (seconds - mean)

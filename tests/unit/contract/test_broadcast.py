@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
-from contract.broadcast import cut, own_address, view
+from contract.broadcast import can_use_nccl, cut, name_device, no_check, own_address, view, wait_until
 from contract.policy import TensorInfo
 
 
@@ -33,3 +34,30 @@ def test_a_view_is_the_tensor_at_its_place() -> None:
 
 def test_the_own_address_towards_loopback_is_loopback() -> None:
     assert own_address("localhost", 1) in ("127.0.0.1", "::1")
+
+
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [
+        (["0a", "0b", "0c"], True),
+        (["0a", "0b", "0a"], False),
+        (["0a", name_device(torch.device("cpu"))], False),
+        (["a MIG slice of GPU 0a", "a MIG slice of GPU 0b"], False),
+    ],
+    ids=["GPUs", "one GPU twice", "a CPU", "slices"],
+)
+def test_nccl_joins_whole_gpus_each_once(devices: list[str], expected: bool) -> None:
+    assert can_use_nccl(devices) is expected
+
+
+def test_a_wait_ends_with_what_it_waits_for_or_its_limit_or_when_there_is_nothing_to_wait_for() -> None:
+    looks = iter([False, False, True])
+    wait_until(lambda: next(looks), 60, no_check)
+    with pytest.raises(RuntimeError, match="timed out"):
+        wait_until(lambda: False, 0.05, no_check)
+
+    def check() -> None:
+        raise LookupError("the peer has left")
+
+    with pytest.raises(LookupError, match="the peer has left"):
+        wait_until(lambda: False, 60, check)

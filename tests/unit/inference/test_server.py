@@ -75,6 +75,8 @@ def _bytes(name: str) -> bytes:
     [
         ({"temperature": -1.0}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"temperature": 1e-320}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
         ({"top_k": -1}, "top_k"),
         ({"max_tokens": 0}, "max_tokens"),
@@ -102,6 +104,9 @@ def test_what_cannot_be_served_is_refused_with_its_reason(tokenizer: Any) -> Non
             response = await client.post("/generate", request("a", []))
             assert response.status_code == 400
             response = await client.http.post("/generate", content=b"{}")
+            assert response.status_code == 400 and "MessagePack" in error_of(response)
+            nested = b"\x81\xa1x" + b"\x91" * 100_000 + b"\xc0"
+            response = await client.http.post("/generate", content=nested)
             assert response.status_code == 400 and "MessagePack" in error_of(response)
             assert (await client.http.get("/generate")).status_code == 405
             response = await client.http.get("/nothing")

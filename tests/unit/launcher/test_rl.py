@@ -216,6 +216,7 @@ def test_the_port_of_the_channel_is_one_that_is_free_where_it_is_bound(load: Cal
     [
         ([], "auto"),
         (["--model.compute-dtype", "bfloat16"], "bfloat16"),
+        (["--deployment.device", "cpu"], "float32"),
         (["--model.compute-dtype", "bfloat16", "--inference.engine.dtype", "float32"], "float32"),
     ],
 )

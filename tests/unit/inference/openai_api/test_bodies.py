@@ -77,6 +77,8 @@ def test_a_missing_field_is_named() -> None:
     assert caught.value.param == "model"
     with pytest.raises(Refused, match="JSON object"):
         parse(b"[]", CompletionBody)
+    with pytest.raises(Refused, match="not JSON"):
+        parse(b'{"a":' * 100_000 + b"1" + b"}" * 100_000, CompletionBody)
 
 
 def test_two_limits_that_differ_are_refused() -> None:

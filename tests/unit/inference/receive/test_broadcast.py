@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from contract.broadcast import Go, go_key, here_key
+from contract.broadcast import Go, go_key, here_key, wait_until
 from contract.errors import PublishError
 from contract.policy import BroadcastUpdate, Origin, TensorInfo
+from inference.receive.broadcast import BroadcastReceiver
 from inference.receive.build import open_update
 
 UPDATE = BroadcastUpdate(
@@ -84,4 +86,28 @@ def test_a_trainer_that_says_go_and_does_not_come_is_an_error_in_time() -> None:
     start = time.monotonic()
     with pytest.raises(PublishError, match="cannot be joined"), open_update(update) as tensors:
         torch.stack([tensor for _, tensor in tensors])
+    assert time.monotonic() - start < 15
+
+
+def test_a_trainer_that_ends_is_noticed_also_by_a_group_that_does_not_notice() -> None:
+    store = open_store()
+
+    class Deaf:
+        """As a group of nccl, whose receivers wait for a sender that is gone."""
+
+        backend = "nccl"
+
+        def broadcast(self, flat: torch.Tensor, timeout_seconds: float, check: Callable[[], None]) -> None:
+            check()  # the trainer is there
+            servers.clear()
+            wait_until(lambda: False, 20, check)
+
+    servers = [store]
+    receiver = BroadcastReceiver(torch.device("cpu"))
+    receiver._store = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+    del store
+    group: Any = Deaf()
+    start = time.monotonic()
+    with pytest.raises(PublishError, match="the trainer ended or did not send"):
+        list(receiver._receive(UPDATE, group))
     assert time.monotonic() - start < 15

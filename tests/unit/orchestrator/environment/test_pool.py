@@ -204,6 +204,41 @@ def test_a_process_that_a_hanging_call_has_started_is_ended_with_it(tmp_path: An
     asyncio.run(run())
 
 
+def test_a_process_that_a_call_has_started_ends_when_the_source_is_closed(tmp_path: Any) -> None:
+    async def run() -> None:
+        path = tmp_path / "pid"
+        async with running("Naughty") as source:
+            assert await order(source, "start", pid_file=str(path)) == 0.0
+            assert is_alive(int(path.read_text()))
+        await gone(int(path.read_text()))
+
+    asyncio.run(run())
+
+
+def test_a_call_that_comes_back_in_a_forked_process_too_is_answered_once() -> None:
+    async def run() -> None:
+        async with running("Naughty") as source:
+            await _warm_up(source)
+            orders = [order(source, "twice" if i % 5 == 0 else "1") for i in range(50)]
+            assert await asyncio.gather(*orders) == [1.0] * 50
+            assert source.counters.workers_replaced == 0
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_answers_that_nobody_asked_for_end_the_worker_and_no_call_waits_for_ever() -> None:
+    async def run() -> None:
+        async with running("Naughty") as source:
+            await _warm_up(source)
+            orders = [order(source, "forge" if i == 3 else "1") for i in range(10)]
+            for found in await asyncio.gather(*orders, return_exceptions=True):
+                assert found == 1.0 or (isinstance(found, EpisodeFailed) and found.kind == "worker")
+            while source.counters.workers_replaced == 0:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
 def test_values_that_json_cannot_hold_are_a_failure() -> None:
     async def run() -> None:
         async with running("NotJson") as source:

@@ -109,6 +109,22 @@ def test_every_component_is_its_weighted_sum_over_its_own_count(
     assert reported["clip_fraction"].item() > 0
 
 
+@pytest.mark.parametrize("count", [0, 9], ids=["nothing to train", "all components"])
+def test_every_tensor_is_made_on_the_device_of_the_batch_and_not_on_a_default_one(count: int) -> None:
+    hidden, weight = drawn(NUM_TOKENS, HIDDEN, seed=1), drawn(VOCAB, HIDDEN, seed=2)
+    names = ("logprobs", "advantages", "ref_logprobs") if count else ()
+    streams = {name: drawn(NUM_TOKENS, seed=3) for name in names}
+    chosen = torch.arange(NUM_TOKENS) < count
+    weights = {name: chosen.float() for name in (("rl", "ce", "ref_kl") if count else ("rl",))}
+    row, counts = batch(weights, streams), {"rl": 9.0, "ce": 9.0, "ref_kl": 9.0}
+    objective = PolicyGradient(VOCAB, build_token_loss(LOSSES[0]))
+    expected, _ = objective(hidden, lambda h: h @ weight.T, row, counts)
+    # A tensor that is made without a device has no memory now, and the first use of it fails.
+    with torch.device("meta"):
+        loss, reported = objective(hidden, lambda h: h @ weight.T, row, counts)
+    assert torch.equal(loss, expected) and not any(value.is_meta for value in reported.values())
+
+
 def test_the_log_probability_is_that_of_the_divided_logits() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0]]).repeat(3, 1)
     found, entropies = token_statistics(
