@@ -108,6 +108,11 @@ def die_with_parent(parent_pid: int | None = None, signum: int = signal.SIGTERM)
         os.kill(os.getpid(), signum)
 
 
+def signal_name(signum: int) -> str:
+    """For messages; real-time signals have none but a number."""
+    return signal.Signals(signum).name if signum in set(signal.Signals) else f"signal {signum}"
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a file that appears under its name only when it is complete."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")

@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from contract.attempt import die_with_parent
+from contract.attempt import die_with_parent, signal_name
 from contract.errors import EXIT_SIGNAL_BASE, ModelError
 from contract.layout import cache_folder
 
@@ -115,7 +115,7 @@ def _convert_apart(file: Path, target: Path) -> None:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     if child.returncode < 0:
-        name = signal.Signals(-child.returncode).name
+        name = signal_name(-child.returncode)
         raise ModelError(
             f"the conversion of {file} was killed by {name}; the kernel does this when memory runs out, and "
             f"a GGUF model is unpacked to float32: four bytes per parameter"

@@ -54,7 +54,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 _SEEDS = range(-(2**63), 2**64)
-_MIN_TEMPERATURE = 1e-6
+MIN_TEMPERATURE = 1e-6
+"""The least that is not 0: logits over less are not finite."""
 """Logits that are divided by less may not be finite any more."""
 
 
@@ -77,8 +78,8 @@ def check_sampling(sampling: Sampling) -> None:
         InvalidSampling: a value is out of its range.
     """
     temperature = sampling.temperature
-    if not (temperature == 0 or _MIN_TEMPERATURE <= temperature < math.inf):
-        raise InvalidSampling("temperature", temperature, f"0, or a number from {_MIN_TEMPERATURE:g}")
+    if not (temperature == 0 or MIN_TEMPERATURE <= temperature < math.inf):
+        raise InvalidSampling("temperature", temperature, f"0, or a number from {MIN_TEMPERATURE:g}")
     if not 0 < sampling.top_p <= 1:
         raise InvalidSampling("top_p", sampling.top_p, "more than 0 and at most 1")
     if sampling.top_k < 0:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from contract.policy import MIN_TEMPERATURE
 from contract.settings import Settings
 
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -152,6 +153,10 @@ class SamplingConfig(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> SamplingConfig:
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise ValueError(
+                f"temperature = {self.temperature:g} must be 0, or a number from {MIN_TEMPERATURE:g}"
+            )
         if self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens = {self.min_tokens} is more than max_tokens = {self.max_tokens}; lower it"

@@ -8,6 +8,8 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 
+from contract.attempt import signal_name
+
 _KILLED_SECONDS = 5.0
 """A process that was killed ends at once, unless it hangs in the kernel: in a device or a file system."""
 
@@ -58,6 +60,5 @@ def describe_end(code: int, signum: int | None) -> str:
     """
     if signum is None:
         return f"the process ended with exit code {code} without saying why"
-    name = signal.Signals(signum).name
     memory = " (the kernel does this when memory runs out)" if signum == signal.SIGKILL else ""
-    return f"the process was killed by {name}{memory}"
+    return f"the process was killed by {signal_name(signum)}{memory}"

@@ -227,6 +227,11 @@ class Supervisor:
 
     def _failed(self, failure: Failure) -> _Ending:
         message = _head(failure)
+        if not self._spec.attempt_dir.is_dir():
+            message += (
+                f"\n{self._spec.attempt_dir} is not there any more: the run folder was moved or deleted "
+                f"while the run went on; if it was moved, put it back and go on with --resume"
+            )
         for part in self._parts:
             if part.spec is failure.part:
                 message += f"\nthe end of {part.log}:\n{last_lines(part.log)}"

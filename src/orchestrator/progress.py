@@ -62,7 +62,10 @@ def load_snapshot(folder: Folder, identity: dict[str, Any]) -> Snapshot | None:
             f"RL run, or {_ANEW}"
         ) from error
     except msgspec.DecodeError as error:
-        raise CheckpointError(f"{path} is no state of an orchestrator: {error}") from error
+        raise CheckpointError(
+            f"{path} is no state of an orchestrator: {error}; go on from another step (resume.step; `ckpt "
+            f"verify RUN` says which are whole)"
+        ) from error
     if snapshot is None:
         return None
     if snapshot.format_version != _FORMAT_VERSION:

@@ -119,11 +119,11 @@ class Naughty(Echo):
     """Does in `reward` what the policy's last message tells it to; otherwise Echo.
 
     `hang` and `sleep SECONDS` block, `hang with child` also leaves a process that `state["pid_file"]` names
-    (and so does `start`, which goes on), `twice` goes on in a forked process, too, `forge`
-    answers a call that nobody made,
-    `async hang` awaits for ever, `raise`, `quit` (sys.exit), `exit CODE` and `segfault` end, `interrupt` is
-    Ctrl-C, `print` writes to standard output, `fork` leaves a process that holds every descriptor, `thread`
-    says whether this is the main one, `pid` is the reward of its process number.
+    (and so does `start`, which goes on), `twice` goes on in a forked process, too, `forge` answers a call
+    that nobody made, `async hang` awaits for ever, `raise`, `quit` (sys.exit), `exit CODE`, `segfault` and
+    `signal N` end, `interrupt` is Ctrl-C, `print` writes to standard output, `fork` leaves a process that
+    holds every descriptor, `thread` says whether this is the main one, `pid` is the reward of its process
+    number.
     """
 
     def reward(self, task: Mapping[str, Any], messages: list[Message], state: dict[str, Any]) -> Any:
@@ -160,6 +160,10 @@ class Naughty(Echo):
 
     def _segfault(self, argument: str) -> float:
         os.kill(os.getpid(), signal.SIGSEGV)
+        return 0.0
+
+    def _signal(self, argument: str) -> float:
+        os.kill(os.getpid(), int(argument))
         return 0.0
 
     def _interrupt(self, argument: str) -> float:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import signal
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from contract.attempt import signal_name
 from contract.errors import ConfigError, EnvironmentFailure, TailraceError
 from orchestrator.config import SourceConfig
 from orchestrator.environment.failure import EpisodeFailed
@@ -387,4 +387,4 @@ def _describe_end(code: int) -> str:
     """How a process ended, in words."""
     if code >= 0:
         return f"ended with exit code {code}"
-    return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by {signal_name(-code)}"

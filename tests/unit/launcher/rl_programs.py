@@ -133,6 +133,12 @@ class Part:
     def inference_lose_server(self) -> None:
         print("\n".join(f"line {number}" for number in range(30)), flush=True)
 
+    def orchestrator_moved(self) -> None:
+        """Fails because somebody has moved the run folder."""
+        self.await_file("ready_trainer")
+        self.folder.rename(self.folder.with_name("elsewhere"))
+        sys.exit(1)
+
     def inference_ends_well(self) -> None:
         self.serve()
         self.await_file("ready_trainer")

@@ -111,6 +111,7 @@ def test_a_resolved_configuration_reads_back_as_it_was(tmp_path: Path, load: Cal
         (["--sampling.top-p", "0.9"], "sampling.top_p = 0.9 draws from a part .* Set it to 1, or remove it"),
         (["--sampling.top-k", "20"], "sampling.top_k = 20 draws .*: evaluation.sampling.top_k"),
         (["--sampling.min-tokens", "2"], "sampling.min_tokens = 2 draws from a part of the tokens"),
+        (["--sampling.temperature", "1e-20"], "temperature = 1e-20 must be 0, or a number from 1e-06"),
         (["--resume.skip-data"], "go together"),
         (["--resume", "--clean"], "clean deletes the run"),
         (["--inference.host", "0.0.0.0"], "api_key"),

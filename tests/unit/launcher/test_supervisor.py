@@ -112,6 +112,10 @@ def _orchestrator_fails(folder: Path) -> Result:
     return Launch("fail", folder).finish()
 
 
+def _folder_is_moved(folder: Path) -> Result:
+    return Launch("moved", folder).finish()
+
+
 def _orchestrator_is_told_to_end(folder: Path) -> Result:
     launch = Launch("wait", folder)
     launch.wait_for(*_READY)
@@ -207,6 +211,7 @@ _SCENARIOS: list[Callable[[Path], Result]] = [
     _lose_server,
     _server_ends_well,
     _orchestrator_fails,
+    _folder_is_moved,
     _orchestrator_is_told_to_end,
     _orchestrator_lingers,
     _pause,
@@ -280,6 +285,12 @@ def test_after_a_failure_the_trainer_saves_while_the_server_is_still_there(resul
     assert "    why it failed" in result.errors
     assert (result.folder / "saved").read_text() == f"[{int(signal.SIGTERM)}] True"
     assert result.alive == [], "a worker of the orchestrator was left behind"
+
+
+def test_a_run_folder_that_was_moved_is_told(results: Results) -> None:
+    result = results(_folder_is_moved)
+    assert result.code == 1 and f"{result.folder} is not there any more" in result.errors
+    assert result.alive == []
 
 
 def test_an_orchestrator_that_somebody_ends_is_a_failure(results: Results) -> None:

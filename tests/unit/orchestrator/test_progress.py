@@ -109,7 +109,7 @@ def test_a_missing_or_foreign_snapshot_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot read"):
         load_snapshot(tmp_path, identity)
     (tmp_path / "state.json").write_text('{"step": 1')
-    with pytest.raises(CheckpointError, match="no state of an orchestrator"):
+    with pytest.raises(CheckpointError, match=r"no state of an orchestrator.*resume\.step"):
         load_snapshot(tmp_path, identity)
     text = Progress(Plan(SOURCES, 0), GROUP_SIZE).snapshot(1, {})
     newer = text.replace(b'"format_version":1', b'"format_version":2')

@@ -140,7 +140,13 @@ def test_what_is_no_reward_is_a_failure(what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("exit 3", "exit code 3"), ("segfault", "SIGSEGV"), ("fork", "exit code 1")]
+    ("text", "words"),
+    [
+        ("exit 3", "exit code 3"),
+        ("segfault", "SIGSEGV"),
+        ("signal 40", "signal 40"),
+        ("fork", "exit code 1"),
+    ],
 )
 def test_a_worker_that_dies_fails_the_call_it_was_at_and_is_replaced(text: str, words: str) -> None:
     async def run() -> None:
