@@ -17,7 +17,7 @@ import pytest
 
 from contract import control
 from contract.errors import EXIT_PAUSED
-from launcher import ckpt
+from launcher import ckpt_run
 from tests.integration.place import Place, assert_same_tensors, trained
 from tests.support.runs import wait_until
 
@@ -205,7 +205,7 @@ def test_a_pause_of_a_run_that_ends_first_is_told_and_taken_back(
     (rank,) = place.start(sample__prompts=["abc"] * 200, sample__max_new_tokens=200, max_steps=1)
     wait_until(lambda: "memory (estimate)" in rank.output, "the summary")
     codes: list[int] = []
-    waiting = threading.Thread(target=lambda: codes.append(ckpt.main(["pause", str(place.folder().root)])))
+    waiting = threading.Thread(target=lambda: codes.append(ckpt_run.run(["pause", str(place.folder().root)])))
     waiting.start()
     wait_until(lambda: control.is_asked(place.folder(), "pause"), "the request")
     rank.send(signal.SIGKILL)
