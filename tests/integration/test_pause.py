@@ -194,7 +194,7 @@ def test_a_pause_of_a_run_that_is_not_going_on_is_refused_and_leaves_nothing(
 ) -> None:
     place.train(max_steps=1)
     for words in (["pause"], ["save-now", "--no-wait"]):
-        assert ckpt.main([*words, str(place.folder().root)]) == 2
+        assert ckpt_run.run([*words, str(place.folder().root)]) == 2
         assert "no run is going on" in capsys.readouterr().err
     assert not place.folder().control.exists()
 
