@@ -6,16 +6,18 @@ Everything that can be refused is refused before a file of an earlier run is tou
 
 from __future__ import annotations
 
+import json
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from contract import control
-from contract.errors import RunFolderError, TailraceError
+from contract.errors import ConfigError, RunFolderError, TailraceError
 from contract.layout import RunFolder
 from contract.model_files import find_local
+from contract.sections import ModelFilesConfig
 from contract.settings.dump import to_toml
 from contract.settings.load import Loaded, load_settings
 from contract.store import StoreFolder, check_installed
@@ -111,6 +113,27 @@ def check_model_and_store(config: TrainConfig) -> None:
     if config.checkpoint_url is not None:
         check_installed(StoreFolder(config.checkpoint_url).scheme)
     find_local(config.model)
+
+
+def check_seq_len(model: ModelFilesConfig, seq_len: int) -> None:
+    """Refuse samples that are longer than a local model can take, before anything is started.
+
+    Raises:
+        ConfigError: they are. What cannot be known here is found by whoever loads the model.
+    """
+    path = find_local(model)
+    if path is None or path.suffix == ".gguf":
+        return
+    try:
+        described: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        longest = {**described, **described.get("text_config", {})}.get("max_position_embeddings")
+    except (OSError, ValueError, TypeError, AttributeError):
+        return
+    if isinstance(longest, int) and seq_len > longest:
+        raise ConfigError(
+            f"seq_len = {seq_len}, but model.name = {model.name!r} was made for sequences of at most "
+            f"{longest} tokens; lower seq_len"
+        )
 
 
 def dry_run_prefix(config: TrainConfig, folder: RunFolder, check_inputs: Callable[[], None]) -> str:

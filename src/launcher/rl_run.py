@@ -24,7 +24,15 @@ from launcher.devices import visible_gpus
 from launcher.output import console_width
 from launcher.placement import Placement, place
 from launcher.ports import check_port, free_port, url_of
-from launcher.prepare import check_model_and_store, dry_run_prefix, note, prepare, resolved, run_command
+from launcher.prepare import (
+    check_model_and_store,
+    check_seq_len,
+    dry_run_prefix,
+    note,
+    prepare,
+    resolved,
+    run_command,
+)
 from launcher.rl_config import RLConfig
 from launcher.rl_start import Start, decide_start, remove_leftovers, run_id_of
 from launcher.running import ORCHESTRATOR, SERVER, TRAINER, PartSpec
@@ -111,6 +119,7 @@ def _start(config: RLConfig, folder: RunFolder, held: int) -> int:
     def check() -> None:
         nonlocal start
         check_model_and_store(config)
+        check_seq_len(config.model, config.seq_len)
         start = decide_start(config, folder)
 
     # The API key guards the policy server from other users of this machine, too.
@@ -197,6 +206,7 @@ def _dry_run(config: RLConfig, folder: RunFolder) -> int:
     def check() -> None:
         nonlocal start
         check_model_and_store(config)
+        check_seq_len(config.model, config.seq_len)
         start = decide_start(config, folder)
 
     prefix = dry_run_prefix(config, folder, check)

@@ -98,7 +98,7 @@ class Supervisor:
             try:
                 ending = self._run()
                 if ending.failure is not None:
-                    self._view.say(f"{_head(ending.failure)}; ending the other parts")
+                    self._view.say(f"{_what_failed(ending.failure)}; ending the other parts")
             finally:
                 self._end_parts(ending)
                 self._view.close(self._parts)
@@ -333,7 +333,11 @@ class Supervisor:
                 print(self._what_is_left(), file=sys.stderr, flush=True)
 
 
-def _head(failure: Failure) -> str:
+def _what_failed(failure: Failure) -> str:
     if failure.part is None:
-        return f"the run failed: {failure.message}"
-    return f"the {failure.part.title} ended first, with exit code {failure.code}: {failure.message}"
+        return "the run failed"
+    return f"the {failure.part.title} ended first, with exit code {failure.code}"
+
+
+def _head(failure: Failure) -> str:
+    return f"{_what_failed(failure)}: {failure.message}"

@@ -21,7 +21,7 @@ from typing import ClassVar, Literal
 from rich.console import Console
 from rich.text import Text
 
-from contract.errors import RunFolderError, exit_code_of, is_expected
+from contract.errors import Interrupted, RunFolderError, exit_code_of, is_expected
 
 Level = Literal["debug", "info", "warning", "error"]
 
@@ -106,7 +106,8 @@ def report_error(error: BaseException, *, debug: bool, console: Console | None =
     """Print the error that ends this process, and write it with its traceback to the log file.
 
     What the user can act on is one message; its traceback is printed only with `debug`. Anything else is a
-    defect and keeps its traceback. Either way the place of the log file is named.
+    defect and keeps its traceback. Either way the place of the log file is named. An end by a signal is no
+    error, and said in a line.
 
     Args:
         console: where to print; None is standard error.
@@ -118,6 +119,9 @@ def report_error(error: BaseException, *, debug: bool, console: Console | None =
     log_file = current_log_file()
     if log_file is not None:
         log_to_file(logger, "this process ends by an error", level=logging.ERROR, error=error)
+    if isinstance(error, Interrupted) and not debug:  # somebody wanted this end
+        console.print(Text(str(error)), soft_wrap=True)
+        return error.exit_code
     expected = is_expected(error)
     if debug or not expected:
         console.print(Text("".join(traceback.format_exception(error)).rstrip()), soft_wrap=True)

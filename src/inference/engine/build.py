@@ -130,7 +130,8 @@ def _choose_max_len(config: InferenceConfig, lm: Any) -> int:
     if longest is not None and config.max_len > longest:
         raise ConfigError(
             f"max_len = {config.max_len}, but model.name = {config.model.name!r} was made for sequences of "
-            f"at most {longest} tokens; set max_len to at most {longest}"
+            f"at most {longest} tokens; set max_len to at most {longest} (in the configuration of an RL run: "
+            f"seq_len, or inference.max_len if it is set)"
         )
     return config.max_len
 

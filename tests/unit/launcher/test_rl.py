@@ -125,6 +125,20 @@ def test_settings_that_contradict_each_other_are_refused(
         load(*flags)
 
 
+def test_samples_longer_than_a_local_model_takes_are_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rl.toml").write_text(_FILE)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text('{"text_config": {"max_position_embeddings": 100}}')
+    flags = ["--model.name", str(tmp_path / "model"), "--output-dir", str(tmp_path / "out"), "--seq-len"]
+    assert rl.main(["@", str(tmp_path / "rl.toml"), *flags, "101"]) == 2
+    assert "was made for sequences of at most 100 tokens; lower seq_len" in capsys.readouterr().err
+    assert not (tmp_path / "out/rl/config").exists()
+    assert rl.main(["@", str(tmp_path / "rl.toml"), *flags, "100", "--dry-run"]) == 0
+    assert "at most 100" not in capsys.readouterr().err
+
+
 def test_what_only_an_evaluation_may_draw_with_is_taken_there(load: Callable[..., RLConfig]) -> None:
     source = ["--evaluation.sources", '[{"environment": "arithmetic"}]']
     flags = {"top-p": "0.9", "top-k": "20", "min-tokens": "2", "temperature": "0"}

@@ -183,5 +183,7 @@ def test_an_error_is_shown_once_on_standard_error_before_logging_is_configured()
     assert (result.returncode, result.stdout, result.stderr) == (2, "", "Error: no rows\n")
 
 
-def test_a_signal_decides_the_exit_code() -> None:
-    assert report_error(Interrupted("stopped", 15), debug=False, console=Console(file=io.StringIO())) == 143
+def test_a_signal_decides_the_exit_code_and_is_no_error() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    assert report_error(Interrupted("ended by SIGTERM", 15), debug=False, console=console) == 143
+    assert isinstance(console.file, io.StringIO) and console.file.getvalue() == "ended by SIGTERM\n"

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from contract.settings.load import load_file
+from launcher.rl_config import RLConfig
 from orchestrator.config import RolloutSections
 from orchestrator.environment.load import BUILT_IN, load_environment
 
@@ -52,8 +54,11 @@ def test_the_test_of_the_page_passes_and_can_fail(tmp_path: Path) -> None:
         assert done.returncode == code
 
 
-def test_the_configuration_of_the_page_is_valid() -> None:
-    [text] = [text for language, text in _BLOCKS if language == "toml"]
+def test_the_configurations_of_the_page_are_valid(tmp_path: Path) -> None:
+    text, whole = [text for language, text in _BLOCKS if language == "toml"]
+    (tmp_path / "capitals.toml").write_text(whole)
+    config = load_file(RLConfig, tmp_path / "capitals.toml")
+    assert [source.environment for source in config.sources] == ["my_tasks:Capitals"]
     sections = RolloutSections.model_validate(tomllib.loads(text))
     assert [source.title for source in sections.sources] == ["arithmetic", "Capitals"]
 
