@@ -4,8 +4,8 @@ Sender (rank 0) and receivers meet in a TCP store of the sender. For every broad
 `here_key` which group it has kept and on which device it computes; the sender answers all under `go_key` with
 the group to use, a kept one or a new one. So a broadcast costs no new group, and an end that was started
 again is noticed before anything is sent; the sender deletes both keys once every receiver has loaded the
-version. The group is apart from torch's default group, which a trainer has
-for itself. torch is imported when a group is formed.
+version. The group is apart from torch's default group, which a trainer has for itself. torch is imported when
+a group is formed.
 """
 
 from __future__ import annotations

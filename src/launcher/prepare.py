@@ -17,7 +17,6 @@ from contract import control
 from contract.errors import ConfigError, RunFolderError, TailraceError
 from contract.layout import RunFolder
 from contract.model_files import find_local
-from contract.sections import ModelFilesConfig
 from contract.settings.dump import to_toml
 from contract.settings.load import Loaded, load_settings
 from contract.store import StoreFolder, check_installed
@@ -103,8 +102,11 @@ def resolved(config: TrainConfig, command: str) -> str:
     )
 
 
-def check_model_and_store(config: TrainConfig) -> None:
+def check_model_and_store(config: TrainConfig) -> Path | None:
     """Refuse a local model that is not there, and a store that cannot be reached from here.
+
+    Returns:
+        The model as a folder or GGUF file on this machine; None if it is one of the Hub.
 
     Raises:
         ModelError: there is no such file or folder, or it is no model.
@@ -112,16 +114,18 @@ def check_model_and_store(config: TrainConfig) -> None:
     """
     if config.checkpoint_url is not None:
         check_installed(StoreFolder(config.checkpoint_url).scheme)
-    find_local(config.model)
+    return find_local(config.model)
 
 
-def check_seq_len(model: ModelFilesConfig, seq_len: int) -> None:
+def check_seq_len(path: Path | None, name: str, seq_len: int) -> None:
     """Refuse samples that are longer than a local model can take, before anything is started.
+
+    Args:
+        path: what `check_model_and_store` returned for the model `name`.
 
     Raises:
         ConfigError: they are. What cannot be known here is found by whoever loads the model.
     """
-    path = find_local(model)
     if path is None or path.suffix == ".gguf":
         return
     try:
@@ -131,7 +135,7 @@ def check_seq_len(model: ModelFilesConfig, seq_len: int) -> None:
         return
     if isinstance(longest, int) and seq_len > longest:
         raise ConfigError(
-            f"seq_len = {seq_len}, but model.name = {model.name!r} was made for sequences of at most "
+            f"seq_len = {seq_len}, but model.name = {name!r} was made for sequences of at most "
             f"{longest} tokens; lower seq_len"
         )
 

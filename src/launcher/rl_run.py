@@ -111,6 +111,13 @@ def _filled(config: RLConfig, values: dict[str, object]) -> RLConfig:
     return with_values(config, values, origin="chosen by rl", prog="rl")
 
 
+def _check_inputs(config: RLConfig, folder: RunFolder) -> Start:
+    """Refuse what cannot work; returns where the run begins."""
+    model = check_model_and_store(config)
+    check_seq_len(model, config.model.name, config.seq_len)
+    return decide_start(config, folder)
+
+
 def _start(config: RLConfig, folder: RunFolder, held: int) -> int:
     """Prepare the folder and run all parts to their end."""
     plan = make_plan(config)
@@ -118,9 +125,7 @@ def _start(config: RLConfig, folder: RunFolder, held: int) -> int:
 
     def check() -> None:
         nonlocal start
-        check_model_and_store(config)
-        check_seq_len(config.model, config.seq_len)
-        start = decide_start(config, folder)
+        start = _check_inputs(config, folder)
 
     # The API key guards the policy server from other users of this machine, too.
     private = config.key is not None
@@ -205,9 +210,7 @@ def _dry_run(config: RLConfig, folder: RunFolder) -> int:
 
     def check() -> None:
         nonlocal start
-        check_model_and_store(config)
-        check_seq_len(config.model, config.seq_len)
-        start = decide_start(config, folder)
+        start = _check_inputs(config, folder)
 
     prefix = dry_run_prefix(config, folder, check)
     plan = make_plan(config)

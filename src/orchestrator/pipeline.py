@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.5
 _POLL_SECONDS = 20.0
 _ACKNOWLEDGE_INTERVAL = 0.1
-_ASKED_INTERVAL = 0.02
 
 
 @dataclass(frozen=True, slots=True)

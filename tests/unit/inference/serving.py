@@ -21,6 +21,7 @@ from contract.policy import (
     GenerateResponse,
     Origin,
     Sampling,
+    VersionInfo,
     WeightUpdate,
     encode,
 )
@@ -63,6 +64,12 @@ def request(name: str, prompt: list[int], **sampling: Any) -> GenerateRequest:
 def folder_update(version: int, folder: str = "a,b", origin: Origin = NOBODY) -> FolderUpdate:
     """An update whose weights have the names in `folder`."""
     return FolderUpdate(version, folder, origin)
+
+
+def served(response: httpx.Response) -> VersionInfo:
+    """What a server says that draws now."""
+    assert response.status_code == 200, response.content
+    return msgspec.msgpack.decode(response.content, type=VersionInfo)
 
 
 def error_of(response: httpx.Response) -> str:

@@ -9,16 +9,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
-import msgspec
 
-from contract.policy import PauseRequest, VersionInfo, WeightUpdate
+from contract.policy import PauseRequest, WeightUpdate
 from tests.support.fake_engine import FakeEngine
-from tests.unit.inference.serving import error_of, folder_update, request, serve, until
+from tests.unit.inference.serving import error_of, folder_update, request, serve, served, until
 
 
 def _version(response: httpx.Response) -> int:
-    assert response.status_code == 200, response.content
-    return msgspec.msgpack.decode(response.content, type=VersionInfo).version
+    return served(response).version
 
 
 def test_no_request_reaches_the_engine_between_pause_and_resume(tokenizer: Any) -> None:

@@ -8,15 +8,15 @@ from typing import Any
 import httpx
 import msgspec
 
-from contract.policy import GenerateRequest, GenerateResponse, Origin, Sampling, VersionInfo
+from contract.policy import GenerateRequest, GenerateResponse, Origin, Sampling
 from tests.support.fake_engine import FakeEngine
-from tests.unit.inference.serving import Client, error_of, folder_update, serve, until
+from tests.unit.inference.serving import Client, error_of, folder_update, serve, served, until
 
 FIRST, OTHER, AGAIN = Origin("a", "t1"), Origin("b", "t2"), Origin("a", "t3")
 
 
 def _info(response: httpx.Response) -> tuple[int, Origin]:
-    info = msgspec.msgpack.decode(response.content, type=VersionInfo)
+    info = served(response)
     assert info.max_len == 512, "that of the engine"
     return info.version, info.origin
 
